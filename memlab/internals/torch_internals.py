@@ -1,6 +1,6 @@
 """Every private part of torch that memlab uses; a torch release may move or change any of them.
 
-Checked with torch 2.11, 2.13 and 2.14. After an upgrade run
+Checked with torch 2.11 and 2.13 to 2.15. After an upgrade run
 tests/internals/test_torch_internals.py, which names each missing part. Names are torch's, without
 the leading underscore.
 """
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import permutations
 from types import CodeType
 from typing import Any
 
@@ -408,19 +409,23 @@ def stage_gradients(stage: Any) -> Any:
     return _StageBackwardMeta(_derive_grad_metas(stage._stage_meta.outputs))
 
 
-def has_inference_mode(stage: Any) -> bool:
-    """Return whether a stage can be given its shapes, or infers them from what it receives."""
+def choose_inference_mode(stages: list[Any], has_backward: bool) -> bool:
+    """Let a pipeline's stages infer their shapes, unless each was given its own.
+
+    Return whether they can: stages of a traced graph have their shapes from it.
+    """
     from torch.distributed.pipelining import PipelineStage
-
-    return isinstance(stage, PipelineStage)
-
-
-def infer_shapes(stage: Any, has_backward: bool) -> None:
-    """Let a pipeline's stage infer the shapes that it was not given."""
     from torch.distributed.pipelining._utils import InferenceMode
 
-    is_dynamic = InferenceMode.needs_dynamic(stage._user_meta, has_backward)
-    stage._inference_mode = InferenceMode.DYNAMIC if is_dynamic else InferenceMode.STATIC
+    if not all(isinstance(stage, PipelineStage) for stage in stages):
+        return False
+    is_dynamic = any(InferenceMode.needs_dynamic(s._user_meta, has_backward) for s in stages)
+    for stage in stages:
+        stage._inference_mode = InferenceMode.DYNAMIC if is_dynamic else InferenceMode.STATIC
+        if getattr(stage, "p2p_per_edge", False):  # a setting of torch 2.15
+            edges = permutations(range(stage.group_size), 2)
+            stage._p2p_edge_groups = dict.fromkeys(edges, stage.group)
+    return True
 
 
 def storage_from_weak_pointer(pointer: int) -> torch.UntypedStorage | None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from memlab.internals.replacing import always
-from memlab.internals.torch_internals import has_inference_mode, infer_shapes, stage_gradients
+from memlab.internals.torch_internals import choose_inference_mode, stage_gradients
 from memlab.world.entering import ByName, Replacements, enter
 
 
@@ -125,11 +125,8 @@ def _with_own_votes(real: Callable[..., None]) -> Callable[..., None]:
     """
 
     def vote(schedule: Any, stages: list[Any], has_backward: bool, *args: Any) -> None:
-        if not all(map(has_inference_mode, stages)):
+        if not choose_inference_mode(stages, has_backward):
             real(schedule, stages, has_backward, *args)
-            return
-        for stage in stages:
-            infer_shapes(stage, has_backward)
 
     return vote
 

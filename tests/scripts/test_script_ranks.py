@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed.pipelining  # noqa: F401 - as in in_ranks.py
+import torch
+import torch.distributed.pipelining  # as in in_ranks.py
 
 from memlab.allocator import simulate
 from memlab.scripts.launch import launch_of
@@ -183,6 +184,13 @@ def test_of_stages_with_the_same_weights_the_first_runs(tmp_path, width, ran):
 def test_all_ranks_of_an_interleaved_pipeline_run():
     """Rank 1 has a narrow and a wide stage, rank 2 a wide and a narrow one of the same weights."""
     assert list(predicted("interleaved", 4)) == [0, 1, 2, 3]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="needs torch ≥ 2.15: the setting is new")
+def test_a_pipeline_with_a_communicator_for_each_edge_has_the_bytes_of_one_with_one(monkeypatch):
+    with_one = peaks(predicted("one_f_one_b", 2, (0, 1)))
+    monkeypatch.setattr("torch.distributed.config.pipeline_per_edge_p2p", True)
+    assert peaks(predicted("one_f_one_b", 2, (0, 1))) == with_one
 
 
 def test_ranks_that_send_among_many_are_followed_from_peer_to_peer(monkeypatch):
