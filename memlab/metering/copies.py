@@ -163,6 +163,7 @@ def _is_contiguous_as(tensor: torch.Tensor, order: Sequence[int]) -> bool:
 
 _HAS_MKL = torch.backends.mkl.is_available()
 _IS_2_14 = torch.__version__ >= "2.14"
+_IS_2_15 = torch.__version__ >= "2.15"
 _RESULTS = -1  # in place of an argument's position: the operator's results
 
 
@@ -227,8 +228,7 @@ _TABLES = {
             contiguous,
             {
                 (0,): "_safe_softmax log_sigmoid_forward binary_cross_entropy_with_logits bincount "
-                "_unique2 grid_sampler_2d_backward replication_pad1d replication_pad1d_backward "
-                "repeat_interleave.Tensor",
+                "_unique2 grid_sampler_2d_backward replication_pad1d replication_pad1d_backward",
                 (1,): "linalg_householder_product lu_unpack",
                 (0, 1): "_softmax_backward_data",
                 (0, _RESULTS): "gelu_backward",
@@ -248,6 +248,8 @@ _TABLES = {
                 (1, 0, 2): "adaptive_max_pool2d_backward",
             },
         ),
+        # From 2.15 on, it computes the minimum of the repeats, of a second copy.
+        **_rows(contiguous, {(0, 0) if _IS_2_15 else (0,): "repeat_interleave.Tensor"}),
         **_rows(convolution, {(0, 1, 2): "convolution", (1, 2, 0): "convolution_backward"}),
         **_rows(rows_or_columns, {(0,): "linalg_solve_triangular"}),
         **_rows(columns, {(0, 1): "linalg_lu_solve linalg_ldl_solve ormqr"}),

@@ -232,6 +232,7 @@ def scratch(run: Callable[[], Any]) -> tuple[int, int, Any]:
     return max(accumulate(sizes), default=0), allocated, results[0]
 
 
+@pytest.mark.filterwarnings("ignore:torch.searchsorted..:UserWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernels_copies_are_its_scratch_beyond_that_for_dense_inputs(name):
     """By peak, or by sum if other scratch has its peak at another time."""
