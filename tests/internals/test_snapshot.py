@@ -84,7 +84,8 @@ def test_entries_and_segments_have_torch_s_documented_keys(written):
     (segment, *_), (entry, *_) = written["segments"], written["device_traces"][0]
     (block,) = segment["blocks"]
     assert documented >= {"total_size", "segment_type", "requested_size", "filename", "addr"}
-    optional = {"device_free", "pool_id", *(name for name in documented if name.startswith("fx_"))}
+    optional = {"device_free", "pool_id", "user_metadata", "internal_metadata"}
+    optional |= {name for name in documented if name.startswith("fx_")}
     assert documented - optional <= {*segment, *block, *entry, *entry["frames"][0], *written}
 
 
