@@ -6,7 +6,6 @@ Measures the rows of `memlab measure` on a CPU and predicts their memory on CUDA
 draws `images/` and writes `benchmarks/results/<machine>.json`.
 """
 
-import math
 from dataclasses import replace
 
 from common import RESULTS, ROOT, heading, save, table
@@ -17,7 +16,6 @@ from memlab.cli.choices import SUITABLE, choose_techniques
 from memlab.cli.requests import Request
 from memlab.cli.rows import Row, measured_rows
 from memlab.cli.terminal import progress
-from memlab.cli.time_budget import TimeBudget
 from memlab.trace import Trace
 from memlab.train import TECHNIQUES
 from memlab.units import format_bytes
@@ -63,9 +61,8 @@ def draw(traces: dict[str, Trace], on_cuda: Trace) -> None:
 
 def main() -> None:
     chosen = choose_techniques(Request())
-    time_budget = TimeBudget(chosen, max_seconds=math.inf, slowdown=lambda _: 1)  # time every row
-    with progress(stages=3 * len(chosen)) as announce:
-        rows = measured_rows(SETTING, chosen, False, announce, time_budget)
+    with progress(stages=2 * len(chosen)) as announce:
+        rows = measured_rows(SETTING, chosen, False, announce)
         predicted = measured_rows(ON_CUDA, chosen, True, announce)
     print(heading(f"Savings: {SETTING}"), end="\n\n")
     lines = [cells(row, rows[0], on_cuda) for row, on_cuda in zip(rows, predicted, strict=True)]

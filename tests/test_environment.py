@@ -150,6 +150,14 @@ def test_make_alone_lists_its_targets():
     ]
 
 
+def test_make_lets_threads_spin_in_what_it_times():
+    spinning = re.findall(r"^(\w+): .*\n((?:\t.*\n)+)", MAKEFILE, re.M)
+    recipes = {target: recipe for target, recipe in spinning if target in ("measure", "bench")}
+    assert len(recipes) == 2
+    assert not re.search(r"SLEEPING|RUN_|OMP_", "".join(recipes.values()))
+    assert not re.search(r"^(export|[a-z]+: export) *OMP", MAKEFILE, re.M)
+
+
 def test_the_citation_names_the_version_and_licence_that_get_installed():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == PROJECT["version"]

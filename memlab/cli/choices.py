@@ -8,11 +8,10 @@ import torch
 from memlab.cli.adapter_options import choose_adapters
 from memlab.cli.errors import UsageError, quoted, require_known
 from memlab.cli.machine import devices_present, memory_of
-from memlab.cli.models import choose_model
 from memlab.cli.requests import StepRequest
-from memlab.cli.rows import dry_row
-from memlab.configs.shapes import GPTConfig
+from memlab.configs import config_named
 from memlab.configs.targets import accepted_devices, find_target
+from memlab.planner.measuring import whole_trace
 from memlab.train import (
     COMBINATIONS,
     TECHNIQUES,
@@ -70,8 +69,6 @@ def choose_setting(request: StepRequest) -> Setting:
     device = request.device
     assert device is not None
     suitable = SUITABLE.get(device, SUITABLE["accelerator"])
-    shape = choose_model(request.model, "memlab") if request.model else suitable.config
-    assert isinstance(shape, GPTConfig)
     require_known("--dtype", request.dtype, DTYPES)
     options: dict[str, Any] = {
         "model": request.model,
@@ -80,8 +77,9 @@ def choose_setting(request: StepRequest) -> Setting:
         "dtype": DTYPES.get(request.dtype or ""),
     }
     given = {name: value for name, value in options.items() if value is not None}
-    suitable = replace(suitable, device=device, seq_len=min(suitable.seq_len, shape.seq_len))
     try:
+        shape = config_named(request.model) if request.model else suitable.config
+        suitable = replace(suitable, device=device, seq_len=min(suitable.seq_len, shape.seq_len))
         setting = replace(suitable, **given)
         setting.config.require_countable(setting.batch, setting.seq_len)
     except ValueError as error:
@@ -97,7 +95,9 @@ def choose_techniques(request: StepRequest) -> dict[str, Plugs]:
 
     "a+b" combines two techniques.
     """
-    wanted = dict.fromkeys(request.techniques or (*TECHNIQUES, *COMBINATIONS))
+    full_names = {short: name for name, short in COMBINATIONS.items()}
+    given = request.techniques or (*TECHNIQUES, *COMBINATIONS)
+    wanted = dict.fromkeys(full_names.get(name, name) for name in given)
     for name in wanted:
         if "," in name:
             raise UsageError(
@@ -142,6 +142,4 @@ def _with_fitting_batch(setting: Setting) -> Setting:
 
 
 def _step_bytes(setting: Setting) -> int:
-    trace = dry_row(replace(setting, device="cpu"), "plain", TECHNIQUES["plain"]).trace
-    assert trace is not None
-    return trace.peak_bytes
+    return whole_trace(replace(setting, device="cpu"), "plain", combined("plain")).peak_bytes

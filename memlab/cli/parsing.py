@@ -19,6 +19,18 @@ from typer.core import TyperCommand, TyperGroup
 
 from memlab.cli.errors import UsageError, quoted, suggestions
 
+FIRST_STEPS = """\
+memlab shows where the memory of a training step goes, and what to change.
+
+  my training ran out of memory   memlab explain log.txt
+  will my script fit on a GPU?    memlab run --gpu rtx4090 train.py
+  how do I train this model?      memlab plan --model llama-2-7b --gpu rtx4090
+  what does a technique save?     memlab measure
+  I want to learn how it works    memlab start 1
+
+memlab doctor checks this machine. memlab --help lists all commands.
+memlab COMMAND --help explains one, with examples."""
+
 
 def integer_parser(
     option: str, maximum: int | None = None, minimum: int = 1
@@ -105,9 +117,8 @@ class Commands(_FlagsWithoutValues, TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with _as_usage_errors(ctx):
             if not set(args) - {"--"}:
-                if text := ctx.get_help():  # empty if typer has printed it already
-                    print(text)
-                raise UsageError(f"got no command; choose from {', '.join(self.commands)}")
+                print(FIRST_STEPS)
+                raise typer.Exit
             return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

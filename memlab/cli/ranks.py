@@ -7,6 +7,7 @@ from typing import Any
 from memlab.cli import report, terminal
 from memlab.cli.choices import choose_setting, choose_techniques
 from memlab.cli.errors import UsageError
+from memlab.cli.models import choose_model
 from memlab.cli.parsing import choose_folder
 from memlab.cli.requests import Request
 from memlab.cli.results import write
@@ -43,6 +44,8 @@ def measure_ranks(request: Request) -> int:
     of a technique failed, else 0."""
     names, ranks = request.techniques or ["plain"], request.ranks
     assert ranks is not None
+    if request.model:
+        choose_model(request.model, "memlab")
     request = replace(request, techniques=names, device="cpu", dry=True)
     chosen = choose_techniques(request)
     folder = choose_folder(request.out)

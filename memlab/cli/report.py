@@ -1,8 +1,8 @@
 """How rows look in the terminal: a headline, a table, and explanations."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,12 +10,15 @@ from rich.table import Table
 
 from memlab.cli import terminal
 from memlab.cli.machine import name_of
-from memlab.cli.rows import Row
+from memlab.cli.rows import Row, by_peak
 from memlab.configs.gpus import CONTEXT_BYTES
 from memlab.configs.targets import TARGETS
 from memlab.trace import CATEGORIES, Trace
-from memlab.units import format_bytes, paragraph
+from memlab.train import COMBINATIONS
+from memlab.units import format_bytes, paragraph, plural
 
+SHOWN = 10  # techniques on a screen
+FOOTNOTES = 3
 NOTABLE = 0.01  # of the plain peak: a smaller change is no saving and no cost
 DOUBTFUL = 0.2  # relative spread: rounds that differ more were disturbed
 PHASE_WORDS = {
@@ -26,11 +29,68 @@ PHASE_WORDS = {
 }
 
 
-def show(table: Table, *sentences: Iterable[str]) -> None:
-    """Print the table and the sentences that explain it."""
-    terminal.show_table(table)
-    if text := "\n".join(map(paragraph, chain(*sentences))):
-        terminal.echo(f"\n{text}")
+@dataclass(frozen=True)
+class Result:
+    """What `memlab measure` found of a model.
+
+    setting    memlab.train's or a TransformersSetting
+    rows       the plain one first, in the order of the registry
+    predicted  rows for CUDA
+    adapters   a line about them
+    """
+
+    setting: Any
+    dry: bool
+    rows: Sequence[Row]
+    predicted: Sequence[Row]
+    adapters: str
+
+    @property
+    def title(self) -> str:
+        """The title of the document and of the pictures."""
+        return f"{self.setting}, dry run" if self.dry else str(self.setting)
+
+
+def of_result(found: Result, *, everything: bool) -> Iterator[str | Table]:
+    """Yield the verdict, the rows with the smallest peaks, the plain step's peak, and remarks: one
+    screen of them unless the user wants everything."""
+    rows, predicted = by_peak(found.rows), by_peak(found.predicted)
+    shown = rows if everything else rows[: SHOWN + 1]
+    device = found.setting.device if found.dry else None
+    plain = rows[0].trace
+    assert plain is not None
+    yield f"{paragraph(verdict(rows))}\n\n{headline(found.setting, found.dry)}\n"
+    yield table(shown, context=context_of(device))
+    if more := len(rows) - len(shown):
+        yield f"{more} more: --all"
+    yield f"\nplain: {replace(plain, notes=())}\n"
+    sentences = [
+        *(*failures(rows), *remarks(shown), *dry_rows_note(shown)),
+        *filter(None, [found.adapters]),
+        *(*legend(rows, context_of(device)), *notes(rows[0])),
+    ]
+    if predicted and (everything or len(predicted) == len(rows)):
+        yield "the same on CUDA, predicted:"
+        yield table(predicted)
+        yield ""
+        sentences += (*failures(predicted), *legend(predicted), *notes(predicted[0]))
+    few = sentences if everything else sentences[:FOOTNOTES]
+    yield from map(paragraph, few)
+    if more := len(sentences) - len(few):
+        yield f"{plural(more, 'more note')}: --all"
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Say how much less memory the best technique takes. The rows are by peak."""
+    plain, *others = (row.trace.allocated_bytes for row in rows if row.trace)
+    if not others:
+        return f"the plain step takes {format_bytes(plain)}"
+    share = 1 - others[0] / plain
+    if share < NOTABLE:
+        return f"no technique here takes notably less than {format_bytes(plain)}"
+    *first, last = rows[1].name.split("+")
+    names = f"{', '.join(first)} and {last} take" if first else f"{last} takes"
+    return f"{names} {share:.0%} less memory"
 
 
 def headline(setting: Any, dry: bool) -> str:
@@ -61,7 +121,7 @@ def table(
     plain = rows[0]
     has_an_allocator = any(row.trace and row.trace.reserved_bytes for row in rows)
     columns: dict[str, list[str]] = {
-        "technique": [row.name for row in rows],
+        "technique": [COMBINATIONS.get(row.name, row.name) for row in rows],
         "allocated" if has_an_allocator else "peak": [
             _optional(row.trace, lambda t: format_bytes(t.allocated_bytes)) or "failed"
             for row in rows
@@ -86,7 +146,7 @@ def table(
 
 
 def remarks(rows: Sequence[Row]) -> Iterator[str]:
-    """Explain the last columns, the failures, and the savings that the peak does not show."""
+    """Explain the last columns, and the savings that the peak does not show."""
     plain, others = rows[0], rows[1:]
     if (spread := max(map(_spread, rows))) > DOUBTFUL:
         yield (
@@ -98,7 +158,6 @@ def remarks(rows: Sequence[Row]) -> Iterator[str]:
             f"gradients: the largest difference from the plain step's, "
             f"which reach {plain.largest_gradient:.1e}"
         )
-    yield from failures(rows)
     for row in others:
         if row.trace is None or plain.trace is None:
             continue
@@ -129,13 +188,12 @@ def failures(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def dry_rows_note(rows: Sequence[Row]) -> Iterator[str]:
-    """List the rows that would have taken too long, and why."""
+    """List the rows that were not timed, and why."""
     reasons = dict.fromkeys(row.dry_for for row in rows if row.dry_for)
     for reason in reasons:
         names = [row.name for row in rows if row.dry_for == reason]
         yield (
-            f"dry run, same bytes but no time, because {reason}: {', '.join(names)}; "
-            f"--technique {names[0]} runs real steps"
+            f"no time, because {reason}: {', '.join(names)}; --technique {names[0]} runs real steps"
         )
 
 

@@ -143,6 +143,12 @@ class Request(Options):
     assume: Assume = None
     lora_rank: adapter_options.Rank = None
     lora_targets: adapter_options.Targets = None
+    all: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Print and time every technique, with every note, not one screen of them."
+        ),
+    ] = False
     out: Annotated[
         str, typer.Option(help="Folder for the pictures and the results.", metavar="FOLDER")
     ] = "work"

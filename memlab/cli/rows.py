@@ -11,23 +11,26 @@ A setting is memlab.train's, with plugs as techniques, or a TransformersSetting,
 """
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from memlab.cli.errors import UsageError, error_summary, is_out_of_memory
-from memlab.cli.time_budget import TimeBudget
 from memlab.configs.targets import TARGETS
+from memlab.planner.measuring import whole_trace
 from memlab.trace import Trace
-from memlab.train import Training, measured
+from memlab.train import TECHNIQUES, Setting, Training, measured
 
 LONG_SECONDS = 0.4  # total time after which fewer rounds are enough
 AGREEMENT = 1.1  # two ratios agree if they differ by at most this factor
+SLOW = 5  # with a larger slowdown against float32, a dtype's rows get no time
+MATMUL_SIZE = 256  # takes 0.5 ms, or 15 ms in a slow dtype
 
 Announce = Callable[[str], None]
 
@@ -36,8 +39,8 @@ Announce = Callable[[str], None]
 class Row:
     """The result of one technique. Ratios and differences are relative to the plain step.
 
-    A technique that could not be measured has a one-line `failure` and nothing else. A technique
-    that would have taken too long has the reason in `dry_for`, and its bytes without times.
+    A technique that could not be measured has a one-line `failure` and nothing else. One that was
+    not timed has the reason in `dry_for`, and its bytes.
     """
 
     name: str
@@ -64,54 +67,103 @@ def silent(stage: str) -> None:
     """Announce nothing."""
 
 
-def dry_row(setting: Any, name: str, technique: Any, announce: Announce = silent) -> Row:
-    """Measure the exact bytes without computing anything."""
-    announce(name)
-    return Row(name, setting.dry_trace(technique))
+def by_peak(rows: Sequence[Row]) -> list[Row]:
+    """Return the plain row, then the others, the smallest peak first and failures last."""
+
+    def allocated(row: Row) -> float:
+        return math.inf if row.trace is None else row.trace.allocated_bytes
+
+    return [*rows[:1], *sorted(rows[1:], key=allocated)]
 
 
-def predicted_row(setting: Any, name: str, technique: Any, announce: Announce = silent) -> Row:
-    """Predict the memory on the setting's class of GPUs."""
-    announce(f"{name}: on CUDA")
-    return Row(name, setting.predicted_trace(technique))
+def dry_row(setting: Any, name: str, technique: Any) -> Row:
+    """Measure the exact bytes without computing anything, or predict those on the setting's GPU."""
+    if isinstance(setting, Setting):
+        return Row(name, whole_trace(setting, name, technique))
+    is_predicted = setting.device in TARGETS
+    return Row(name, (setting.predicted_trace if is_predicted else setting.dry_trace)(technique))
 
 
-def measured_rows(
-    setting: Any,
-    chosen: dict[str, Any],
-    dry: bool,
-    announce: Announce,
-    time_budget: TimeBudget | None = None,
-) -> list[Row]:
+def measured_rows(setting: Any, chosen: dict[str, Any], dry: bool, announce: Announce) -> list[Row]:
     """Measure one row per technique, the plain one first.
 
-    A technique that fails gets a row with its error, so the other rows are not lost. A technique
-    that exceeds the time budget gets a dry run.
+    A technique that fails gets a row with its error, so the other rows are not lost.
     """
-    if not dry:
-        row_of = PairedRuns(setting, chosen["plain"]).row
-    elif setting.device in TARGETS:
-        row_of = partial(predicted_row, setting)
-    else:
-        row_of = partial(dry_row, setting)
-    rows: list[Row] = []
+    row_of = partial(dry_row, setting) if dry else PairedRuns(setting, chosen["plain"]).row
+    rows = []
     for name, technique in chosen.items():
-        try:
-            if time_budget and (reason := time_budget.reason_to_skip(name)) and rows:
-                rows.append(replace(dry_row(setting, name, technique, announce), dry_for=reason))
-            else:
-                rows.append(row_of(name, technique, announce))
-        except Exception as error:
-            if rows:
-                rows.append(Row(name, failure=error_summary(error)))
-            elif is_out_of_memory(error):
-                raise UsageError(
-                    f"the plain step ran out of memory with {setting}; try "
-                    f"--batch {max(1, setting.batch // 2)}, or --dry-run, which allocates nothing"
-                ) from error
-            else:
-                raise
+        announce(name)
+        rows.append(_row_or_failure(row_of, setting, name, technique))
     return rows
+
+
+def best_rows(
+    setting: Any,
+    chosen: dict[str, Any],
+    announce: Announce,
+    most: int,
+    max_seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Row]:
+    """Measure the bytes of all techniques in dry runs. Then time real steps of the plain one and of
+    the `most` with the smallest peaks, if they are likely to end within `max_seconds`."""
+    began, longest = clock(), 0.0
+    rows = {row.name: row for row in measured_rows(setting, chosen, True, announce)}
+    runs = PairedRuns(setting, chosen["plain"])
+    ranked = by_peak(list(rows.values()))
+    for name, trace in ((row.name, row.trace) for row in ranked[: most + 1] if row.trace):
+        announce(f"{name}: time")
+        started = clock()
+        is_late = started - began + longest > max_seconds
+        if reason := _slow_dtype(name) or (is_late and f"{max_seconds:.0f} s were over"):
+            rows[name] = replace(rows[name], dry_for=reason)
+            continue
+        rows[name] = _row_or_failure(partial(runs.row, trace=trace), setting, name, chosen[name])
+        longest = max(longest, clock() - started)
+    for row in ranked[most + 1 :]:
+        rows[row.name] = replace(row, dry_for=f"only the {most} smallest peaks are timed")
+    return list(rows.values())
+
+
+def _row_or_failure(
+    row_of: Callable[[str, Any], Row], setting: Any, name: str, technique: Any
+) -> Row:
+    try:
+        return row_of(name, technique)
+    except Exception as error:
+        if name != "plain":
+            return Row(name, failure=error_summary(error))
+        if not is_out_of_memory(error):
+            raise
+        raise UsageError(
+            f"the plain step ran out of memory with {setting}; try "
+            f"--batch {max(1, setting.batch // 2)}, or --dry-run, which allocates nothing"
+        ) from error
+
+
+def _slow_dtype(name: str) -> str | None:
+    """Say why this CPU takes too long for the technique, or return None.
+
+    A CPU without bfloat16 instructions takes 20 to 50 times as long for bfloat16 matmuls, and
+    almost every CPU does for float16.
+    """
+    for part in name.split("+"):
+        dtype = TECHNIQUES[part].matmul_dtype if part in TECHNIQUES else None
+        if dtype and (slowdown := slowdown_of(getattr(torch, dtype))) > SLOW:
+            return f"matmuls in {dtype} are {slowdown:.0f} × slower on this CPU"
+    return None
+
+
+@cache
+def slowdown_of(dtype: torch.dtype) -> float:
+    """Time a small matmul in the dtype, relative to float32. The result is cached."""
+    return _matmul_seconds(dtype) / _matmul_seconds(torch.float32)
+
+
+def _matmul_seconds(dtype: torch.dtype) -> float:
+    """Return the fastest of five runs; the first run may include setup."""
+    factor = torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype)
+    return min(_seconds(partial(torch.mm, factor, factor)) for _ in range(5))
 
 
 class PairedRuns:
@@ -123,14 +175,12 @@ class PairedRuns:
         self._baseline: Training | None = None
         self._gradients: dict[str, torch.Tensor] = {}
 
-    def row(self, name: str, technique: Any, announce: Announce = silent) -> Row:
-        """Measure the technique. The plain one has to come first."""
+    def row(self, name: str, technique: Any, trace: Trace | None = None) -> Row:
+        """Measure the technique, only its time if the trace is known. The plain one comes first."""
         _clear_memory(self._setting)
-        announce(f"{name}: bytes")
         training = self._started(technique)
         difference, largest = self._compare(training)
-        trace = measured(training)
-        announce(f"{name}: time")
+        trace = measured(training) if trace is None else trace
         rounds = self._rounds(training, technique)
         seconds = statistics.median(ours for ours, *_ in rounds) if rounds else None
         return Row(name, trace, seconds, _ratios(rounds), difference, largest)

@@ -56,7 +56,7 @@ def train(request: TrainRequest) -> None:
     if isinstance(found, Source):
         from memlab.cli.transformers_steps import train_transformers
 
-        train_transformers(request, found)
+        train_transformers(replace(request, device=choose_device(request)), found)
     elif request.zero is not None:
         from memlab.cli.train_rank import train_rank
 

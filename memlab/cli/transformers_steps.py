@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from memlab.cli import report, terminal
-from memlab.cli.choices import choose_device
 from memlab.cli.errors import UsageError, is_out_of_memory, quoted
 from memlab.cli.machine import memory_of
 from memlab.cli.measure import Measurement
@@ -63,7 +62,8 @@ def _setting(request: StepRequest, source: Source) -> TransformersSetting:
                 f"own models only: leave it out"
             )
     size = Size(request.batch or 1, request.seq_len, request.image)
-    setting = TransformersSetting(Training(source, size), choose_device(request))
+    assert request.device is not None
+    setting = TransformersSetting(Training(source, size), request.device)
     try:
         str(setting)
     except ValueError as error:

@@ -6,6 +6,8 @@ blocks run only a few times, and `memlab.planner.repetition` extrapolates the re
 treats blocks differently (segments of √L), the whole depth runs.
 """
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -69,26 +71,40 @@ class _Training:
     stage: int
     adapters: Adapters
 
-    def run(self, blocks: int | None = None) -> Trace:
-        """Run it with `blocks` blocks, by default all of them."""
-        config = self.setting.config
-        return _run(self, config.layers if blocks is None else blocks)
+    def run(self, blocks: int) -> Trace:
+        """Run it with `blocks` blocks."""
+        config = replace(self.setting.config, layers=blocks)
+        return _run_whole(replace(self, setting=replace(self.setting, model=config)))
 
 
 @cache
 def _answer(query: _Training, unit: int) -> Measured:
-    blocks = query.setting.config.layers
+    trace, extrapolated = _whole(query.run, query.names, query.setting.config.layers, unit)
+    return summarized(trace, extrapolated=extrapolated)
+
+
+def whole_trace(setting: train.Setting, names: str, technique: train.Plugs) -> Trace:
+    """Return the trace of `train.dry_trace`, or for a target `train.predicted_trace`, sooner."""
+    trace_of = train.dry_trace if setting.device == "cpu" else train.predicted_trace
+
+    def run(blocks: int) -> Trace:
+        return trace_of(replace(setting, model=replace(setting.config, layers=blocks)), technique)
+
+    return _whole(run, names, setting.config.layers)[0]
+
+
+def _whole(
+    run: Callable[[int], Trace], names: str, blocks: int, unit: int = 1
+) -> tuple[Trace, bool]:
+    """Return the trace of `blocks` blocks, and whether it is extrapolated from fewer."""
     # If block 0 is frozen, no gradient leaves it, so it differs from the others.
-    units = FEWEST_UNITS + bool({"lora", "qlora"} & set(query.names.split("+")))
+    units = FEWEST_UNITS + bool({"lora", "qlora"} & set(names.split("+")))
     fewer = shallow_blocks(blocks, unit, units)
-    if fewer is None:
-        return summarized(query.run(), extrapolated=False)
-    try:
-        traces = query.run(fewer), query.run(fewer + unit)
-        whole = extrapolate(*traces, fewer + unit, blocks, unit=unit)
-    except NotRepeating:
-        return summarized(query.run(), extrapolated=False)
-    return summarized(whole, extrapolated=True)
+    if fewer is not None:
+        with suppress(NotRepeating):
+            traces = run(fewer), run(fewer + unit)
+            return extrapolate(*traces, fewer + unit, blocks, unit=unit), True
+    return run(blocks), False
 
 
 def shallow_blocks(blocks: int, unit: int = 1, units: int = FEWEST_UNITS) -> int | None:
@@ -104,11 +120,6 @@ def clear_cache() -> None:
     """Drop all results and the shallow runs behind them."""
     _answer.cache_clear()
     _run_whole.cache_clear()
-
-
-def _run(query: _Training, blocks: int) -> Trace:
-    config = replace(query.setting.config, layers=blocks)
-    return _run_whole(replace(query, setting=replace(query.setting, model=config)))
 
 
 @cache

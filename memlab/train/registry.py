@@ -707,12 +707,13 @@ TECHNIQUES: dict[str, Technique] = {
     ),
 }
 
-# Shown beside the rows: techniques that people often combine.
-COMBINATIONS = (
-    *("checkpointing+autocast", "checkpointing+int8-activations"),
-    "checkpointing+flash-attention+chunked-loss",
-    "checkpointing+lion8bit+step-in-backward",
-)
+# Shown beside the rows: techniques that people often combine, and their short names in a table.
+COMBINATIONS = {
+    "checkpointing+autocast": "ckpt+autocast",
+    "checkpointing+int8-activations": "ckpt+int8",
+    "checkpointing+flash-attention+chunked-loss": "ckpt+flash+chunked-loss",
+    "checkpointing+lion8bit+step-in-backward": "ckpt+lion8bit+in-backward",
+}
 
 # Why a step that fills a plug does not run on ZeRO's ranks, sharded or not.
 ONE_PROCESS = {

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import math
+import re
 import signal
 import sys
 import weakref
@@ -19,14 +20,21 @@ from quick import quick, slow
 
 import memlab
 from memlab import plot
-from memlab.cli import choices, parsing, report, results, rows, terminal, time_budget
+from memlab.cli import choices, parsing, report, results, rows, terminal
 from memlab.cli.choices import SUITABLE, choose_device, choose_setting, choose_techniques
 from memlab.cli.errors import UsageError
-from memlab.cli.measure import options
 from memlab.cli.parsing import choose_folder
 from memlab.cli.requests import Request
-from memlab.cli.rows import PairedRuns, Row, dry_row, measured_rows, silent, time_in_turn
-from memlab.cli.time_budget import TimeBudget
+from memlab.cli.rows import (
+    PairedRuns,
+    Row,
+    best_rows,
+    dry_row,
+    measured_rows,
+    silent,
+    slowdown_of,
+    time_in_turn,
+)
 from memlab.model import PRESETS, cross_entropy
 from memlab.trace import DeviceMemory, Event, Trace
 from memlab.train import (
@@ -40,7 +48,7 @@ from memlab.train import (
     of_all_weights,
     predicted_trace,
 )
-from memlab.units import format_bytes, paragraph
+from memlab.units import format_bytes, paragraph, parse_bytes
 
 TINY = Setting("tiny", batch=2, seq_len=32)
 PLAIN = combined("plain")
@@ -75,7 +83,7 @@ def quick_steps():
     """Use one block instead of four and steps of one second, so two rounds are enough."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "tiny", replace(PRESETS["tiny"], layers=1))
-        patch.setattr(rows, "_seconds", lambda step: step() or 1.0)
+        patch.setattr(rows, "_seconds", lambda step: (step(), 1.0)[1])
         yield
 
 
@@ -445,36 +453,138 @@ def test_by_default_every_technique_is_measured():
     assert chosen["sgd"].optimizer is not chosen["plain"].optimizer
 
 
+def test_a_combination_is_chosen_by_the_name_in_the_table():
+    assert list(choose_techniques(Request(techniques=("ckpt+int8",)))) == [
+        "plain",
+        "checkpointing+int8-activations",
+    ]
+
+
+def test_a_dry_run_of_a_model_is_one_answer_unless_more_is_wanted(memlab_command, tmp_path):
+    given = ("measure", "--model", "tiny", "--dry-run", "--technique", "plain")
+    one = memlab_command(*given[:-2]).out
+    assert one == memlab_command(*given).out
+    rows_ = json.loads((tmp_path / "work/measure.json").read_text())["rows"]
+    assert [row["technique"] for row in rows_] == ["plain"]
+
+
+# ------------------------------------------------------------------ a screen in a minute
+
+
+@pytest.fixture
+def seconds_of(monkeypatch):
+    """Let a real row take so many seconds, a dry one none, and measure rows of `sgd`."""
+    now = [0.0]
+
+    def timed(self, name, technique, trace=None):
+        now[0] += 20.0
+        return Row(name, trace, 1.0, (1.0,))
+
+    monkeypatch.setattr(PairedRuns, "row", timed)
+    monkeypatch.setattr(rows, "slowdown_of", {torch.bfloat16: 24.4}.get)
+
+    def reasons(names: str, most: int, max_seconds: float) -> dict[str, str | None]:
+        chosen = dict.fromkeys(names.split(), PLAIN)
+        found = best_rows(TINY, chosen, silent, most, max_seconds, lambda: now[0])
+        return {row.name: row.dry_for for row in found}
+
+    return reasons
+
+
+def test_rows_are_timed_until_another_would_exceed_the_limit(seconds_of):
+    reasons = seconds_of("plain a b c d", 4, 65.0)
+    assert list(reasons.values()) == [None, None, None, *["65 s were over"] * 2]
+
+
+def test_without_a_limit_the_smallest_peaks_are_timed(seconds_of):
+    reasons = seconds_of("plain a b c", 2, math.inf)
+    assert list(reasons.values()) == [*[None] * 3, "only the 2 smallest peaks are timed"]
+
+
+@pytest.mark.parametrize("name", ["autocast", "lora+autocast", "bfloat16", "master-weights"])
+def test_a_technique_whose_matmuls_are_slow_on_this_cpu_is_not_timed(seconds_of, name):
+    reasons = seconds_of(f"plain {name} sgd", 9, math.inf)
+    slowly = "matmuls in bfloat16 are 24 × slower on this CPU"
+    assert reasons == {"plain": None, name: slowly, "sgd": None}
+
+
+def test_a_dtype_is_timed_once_relative_to_float32():
+    assert slowdown_of(torch.float32) > 0
+    before = slowdown_of.cache_info().misses
+    slowdown_of(torch.float32)
+    assert slowdown_of.cache_info().misses == before
+
+
 @pytest.mark.parametrize(
-    ("arguments", "is_dry"),
-    [([], True), slow((["--dry-run"], False)), slow((["--technique", "loss-scaling"], False))],
+    ("arguments", "is_timed"),
+    [([], False), slow((["--all"], False)), slow((["--technique", "loss-scaling"], True))],
 )
-def test_a_slow_technique_gets_a_dry_run_unless_requested(
-    memlab_command, tmp_path, monkeypatch, arguments, is_dry
+def test_a_slow_technique_is_timed_if_requested(
+    memlab_command, tmp_path, monkeypatch, arguments, is_timed
 ):
     few = {name: TECHNIQUES[name] for name in ("plain", "loss-scaling", "lora")}
     monkeypatch.setattr(choices, "TECHNIQUES", few)
-    monkeypatch.setattr(choices, "COMBINATIONS", ())
-    monkeypatch.setattr(time_budget, "slowdown_of", {torch.float16: 24.0}.get)
+    monkeypatch.setattr(choices, "COMBINATIONS", {})
+    monkeypatch.setattr(rows, "slowdown_of", {torch.float16: 24.0}.get)
     small = ("--model", "tiny", "--batch", "2", "--out", tmp_path)
     outcome = memlab_command("measure", *small, *arguments)
     measured = json.loads((tmp_path / "measure.json").read_text(encoding="utf-8"))
     why = {row["technique"]: row["dry_for"] for row in measured["rows"]}
     slowly = "matmuls in float16 are 24 × slower on this CPU"
-    assert why["loss-scaling"] == (slowly if is_dry else None)
+    assert why["loss-scaling"] == (None if is_timed else slowly)
     assert {why[name] for name in why if name != "loss-scaling"} == {None}
-    words = f"same bytes but no time, because {slowly}: loss-scaling; --technique"
-    assert (words in " ".join(outcome.out.split())) == is_dry
+    words = f"no time, because {slowly}: loss-scaling; --technique loss-scaling runs real steps"
+    assert (words in " ".join(outcome.out.split())) != is_timed
 
 
-def test_a_dry_row_has_the_bytes_of_the_real_step_and_no_time():
-    chosen = {"plain": PLAIN, "autocast": combined("autocast")}
-    slow_in_bfloat16 = TimeBudget(chosen, slowdown={torch.bfloat16: 24.0}.get)
-    plain, dry = measured_rows(TINY, chosen, False, silent, slow_in_bfloat16)
-    _, real = measured_rows(TINY, chosen, False, silent)
-    assert (dry.trace.peak_bytes, dry.seconds) == (real.trace.peak_bytes, None)
-    assert (dry.trace.dry, real.trace.dry) == (True, False)
-    assert not any("autocast: no time" in sentence for sentence in report.remarks([plain, dry]))
+def test_a_timed_row_has_the_bytes_of_the_real_step():
+    chosen = {"plain": PLAIN, "sgd": combined("sgd")}
+    for timed, real in zip(
+        best_rows(TINY, chosen, silent, 1, math.inf),
+        measured_rows(TINY, chosen, False, silent),
+        strict=True,
+    ):
+        assert timed.trace.at_peak == real.trace.at_peak
+        assert timed.gradient_difference == real.gradient_difference
+        assert timed.time_ratio == 1
+        assert (timed.trace.dry, real.trace.dry) == (True, False)
+
+
+@pytest.fixture(scope="module")
+def first_command(memlab_in, tmp_path_factory):
+    """Run `memlab measure` as a newcomer does, of a model with one block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SUITABLE, "cpu", TINY)
+        patch.setattr(PairedRuns, "row", lambda self, name, _, trace: Row(name, trace, 1, (1.0,)))
+        patch.setattr(rows, "slowdown_of", lambda dtype: 24.0)
+        return memlab_in(tmp_path_factory.mktemp("first"), "measure").out.splitlines()
+
+
+def test_the_first_command_prints_a_screen(first_command):
+    assert len(first_command) <= 40
+    assert max(map(len, first_command)) <= 80
+    assert re.fullmatch(r"[a-z0-9, -]+ takes? \d\d% less memory", first_command[0])
+    assert "next: memlab run --gpu rtx4090 your_script.py" in first_command
+    assert f"{len(TECHNIQUES) + len(COMBINATIONS) - 11} more: --all" in first_command
+
+
+def test_the_first_command_shows_the_smallest_peaks(first_command):
+    start = first_command.index(next(line for line in first_command if line[:5] == "plain"))
+    shown = first_command[start + 1 :][:10]
+    peaks = [parse_bytes(re.search(r"[\d.]+ [KM]iB", line)[0]) for line in shown]
+    assert peaks == sorted(peaks)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"], ["--technique", "sgd"]])
+def test_progress_counts_the_rows(memlab_command, monkeypatch, arguments):
+    monkeypatch.setattr(terminal, "SECONDS_BETWEEN_LINES", -1)
+    monkeypatch.setattr(choices, "TECHNIQUES", {n: TECHNIQUES[n] for n in ("plain", "sgd")})
+    monkeypatch.setattr(choices, "COMBINATIONS", {})
+    *_, last = memlab_command("measure", "--model", "tiny", "--seq", "8", *arguments).err.split(
+        "\n"
+    )[:-1]
+    done, stages = re.match(r"(\d+) of (\d+)", last).groups()
+    assert done == stages
 
 
 def test_the_accelerator_is_the_default_device(monkeypatch):
@@ -584,12 +694,9 @@ def test_the_results_include_a_prediction_for_cuda(finished):
         assert any(line.split()[:3] == shown for line in outcome.out.splitlines())
 
 
-def test_the_output_shows_how_to_predict_more(finished):
+def test_the_output_says_what_to_do_next(finished):
     outcome, _ = finished
-    command = "memlab measure --model tiny --batch 4 --seq 64 --dry-run --device cuda"
-    assert f"\nmore: {command}\n" in outcome.out
-    half = Setting("25m", 2, 8, torch.bfloat16)
-    assert options(half) == "--model 25m --batch 2 --seq 8 --dtype bfloat16"
+    assert "\nnext: memlab plan --model tiny --gpu rtx4090\n" in outcome.out
 
 
 def test_nan_is_written_to_json_as_text(tmp_path):
@@ -920,7 +1027,7 @@ def test_the_output_names_the_setting_and_shows_the_peak(finished):
     with memlab.dry_run():
         trace = second_step(PLAIN, Setting("tiny", 4, 64))
     assert outcome.out.startswith(
-        f"tiny, 4 × 64 tokens, float32, cpu\n"
+        f"sgd takes 9% less memory\n\ntiny, 4 × 64 tokens, float32, cpu\n"
         f"{PRESETS['tiny'].parameters:,} parameters; dry run, nothing is computed; "
     )
     assert f"\nplain: {trace}\n" in outcome.out

@@ -40,7 +40,7 @@ def answers(
 COMMANDS = ("explain", "doctor", "start", "check", "hint", "diff", "progress", "reset")
 STATUSES = {
     "--version": 0,
-    "": 2,
+    "": 0,
     "--help": 0,
     **{f"{command} --help": 0 for command in COMMANDS},
     "progress": 0,
