@@ -106,10 +106,36 @@ def test_a_four_bit_step_on_a_t4_is_allocated_within_two_thousandths(predicted):
     assert abs(predicted("SmolLM2-135M, sdpa, nf4, 2 × 512").allocated_error) < 2e-3
 
 
+COMPILED = (  # with the largest error of allocated memory
+    ("compiled, checkpointed, NVIDIA H200", 1e-3),
+    ("compiled, large vocabulary, autocast bf16, NVIDIA H200", 1e-3),
+    ("compiled residual network, channels last, autocast bf16, NVIDIA H200", 1e-2),
+    ("compiled GPT, 8 layers of 512, micro-batches: 2, H100", 1e-4),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "largest_error"), COMPILED)
+def test_a_compiled_step_is_predicted_as_the_measured_torch_compiles_it(
+    predicted, name, largest_error
+):
+    assert abs(predicted(name).allocated_error) < largest_error
+
+
+@pytest.mark.slow
+def test_processes_import_the_measured_torch():
+    if not (predictions.PACKAGES / "torch").exists():
+        pytest.skip("run make evidence first")
+    with predictions.importing("torch", 1) as processes:
+        assert processes.submit(eval, "__import__('torch').__version__").result()[:4] == "2.11"
+
+
 # ------------------------------------------------------------------ summary
 
 
-def a_row(kind, reserved, *, measured=100.0, allocated=None, peers=None, unrecorded=""):
+def a_row(
+    kind, reserved, *, measured: float | None = 100.0, allocated=None, peers=None, unrecorded=""
+):
     of = measurements.Measurement(
         "a step", "T4", kind, "a model", measured, allocated, peers or {}, "", unrecorded
     )
@@ -129,6 +155,18 @@ def test_a_summary_has_the_spread_of_each_kind_figure_and_estimator():
     assert found["LoRA, xMem"]["worst"] == pytest.approx(0.5)
     assert found["transformer, reserved"]["worst"] == pytest.approx(0.01)
     assert found["transformer, reserved, all rows"]["worst"] == pytest.approx(1)
+
+
+def test_rows_without_reserved_memory_have_no_error_of_it():
+    rows = [a_row("compiled", 110, measured=None, allocated=100)]
+    assert page.summary(rows) == {
+        "compiled, allocated": {"rows": 1, "median": 0, "95 %": 0, "worst": 0}
+    }
+    assert "| a model | compiled | 1 | 0 | – | – |" in page.by_model_table(rows)
+    assert page.library_errors([*rows, a_row("own compiled", 90)])["compiled code"] == {
+        "allocated": {"rows": 1, "lowest": 0, "highest": 0},
+        "reserved": {"rows": 1, "lowest": -0.1, "highest": 0},
+    }
 
 
 def test_the_95th_percentile_covers_19_of_20_rows():
@@ -166,6 +204,7 @@ def test_every_measured_row_is_read_with_its_peers():
     by_source = [m.source for m in found]
     assert by_source.count("T4") == 28
     assert by_source.count("xMem") == 72
+    assert by_source.count("H100") == 5
     assert all(m.peers.keys() >= {"xMem", "DNNMem"} for m in found if m.source == "xMem")
 
 

@@ -35,10 +35,10 @@ class Measurement:
     """A measured step or run; sizes are in bytes."""
 
     name: str
-    source: str  # "T4", "xMem" or a GPU's name
+    source: str  # "T4", "xMem", "H100" or a GPU's name
     kind: str  # what errors are summarized by, such as "LoRA"
     model: str
-    reserved_bytes: float  # reserved by torch, or used on the device (xMem)
+    reserved_bytes: float | None  # reserved by torch, or used on the device (xMem)
     allocated_bytes: float | None = None
     peers: Mapping[str, float] = field(default_factory=dict)  # bytes by estimator
     packages: str = ""  # the folder of .venv/evidence with the versions that were measured
@@ -47,7 +47,7 @@ class Measurement:
 
 
 def measurements() -> list[Measurement]:
-    return [*lora_steps(), *xmem_runs(), *own_steps()]
+    return [*lora_steps(), *xmem_runs(), *compiled_runs(), *own_steps()]
 
 
 def _read(name: str) -> Any:
@@ -93,6 +93,20 @@ def xmem_runs() -> Iterator[Measurement]:
         )
 
 
+def compiled_runs() -> Iterator[Measurement]:
+    for run in _read("h100.json")["runs"]:
+        layers, width, steps = run["depth"], run["width"], run["micro_steps"]
+        yield Measurement(
+            f"compiled GPT, {layers} layers of {width}, micro-batches: {steps}, H100",
+            "H100",
+            "compiled",
+            "GPT",
+            None,
+            run["allocated_mib"] * MIB,
+            facts=run,
+        )
+
+
 def kind_of(name: str) -> str:
     """Return what decides the memory of one of our own steps."""
     return next(kind for word, kind in OWN_KINDS.items() if word in name)
@@ -112,6 +126,7 @@ def own_steps() -> Iterator[Measurement]:
                 f"{kind}, {gpu}",
                 row["measured"]["reserved_bytes"],
                 row["measured"]["allocated_bytes"],
+                packages="torch" if kind == "compiled" else "",
                 facts=(recorded["source"], row),
             )
 

@@ -6,7 +6,6 @@ import from there.
 """
 
 import logging
-import multiprocessing
 import os
 import sys
 import time
@@ -15,11 +14,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any
 from unittest.mock import patch
 
 from common import ROOT, set_environment
 
 import memlab
+from memlab import Kernels
 from memlab.trace import Trace
 
 from .measurements import Measurement
@@ -45,8 +47,9 @@ class EvidenceRow:
         return self.allocated_bytes / measured - 1 if measured else None
 
     @property
-    def reserved_error(self) -> float:
-        return self.reserved_bytes / self.measurement.reserved_bytes - 1
+    def reserved_error(self) -> float | None:
+        measured = self.measurement.reserved_bytes
+        return self.reserved_bytes / measured - 1 if measured else None
 
 
 def missing_packages(measurements: Sequence[Measurement]) -> list[str]:
@@ -65,13 +68,30 @@ def predictions(measurements: Sequence[Measurement]) -> Iterator[EvidenceRow]:
 
 def importing(packages: str, workers: int) -> ProcessPoolExecutor:
     """Return processes that import from this folder of .venv/evidence; "" is none."""
-    spawned = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, spawned, _prepare, (packages,))
+    return ProcessPoolExecutor(workers, _Importing(packages), _prepare)
 
 
-def _prepare(packages: str) -> None:
-    if packages:
-        sys.path.insert(0, str(PACKAGES / packages))
+class _Importing(SpawnContext):
+    """Start processes that find packages in a folder from their start, before they import torch."""
+
+    def __init__(self, packages: str) -> None:
+        self._folders = [str(PACKAGES / packages)] if packages else []
+
+    def Process(self, *args: Any, **options: Any) -> SpawnProcess:  # noqa: N802 - its name
+        return _Process(self._folders, *args, **options)
+
+
+class _Process(SpawnProcess):
+    def __init__(self, folders: list[str], *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._folders = folders
+
+    def start(self) -> None:
+        with patch.object(sys, "path", [*self._folders, *sys.path]):  # which it hands over
+            super().start()
+
+
+def _prepare() -> None:
     set_environment()
     warnings.simplefilter("ignore")  # of libraries, about each other's versions
     logging.disable(logging.WARNING)
@@ -81,7 +101,7 @@ def _prepare(packages: str) -> None:
 def predicted(measurement: Measurement) -> EvidenceRow:
     """Predict a measured step with the packages of this process."""
     start = time.process_time()
-    how = {"T4": _lora, "xMem": _xmem}.get(measurement.source, _own)
+    how = {"T4": _lora, "xMem": _xmem, "H100": _compiled}.get(measurement.source, _own)
     with patch("memlab.prediction.accuracy.confirmed_kernels", frozenset):
         trace = how(measurement)
     memory, reserved = trace.memory, trace.memory.reserved_peak_bytes or 0
@@ -107,6 +127,13 @@ def _xmem(measurement: Measurement) -> Trace:
     row = measurement.facts
     device = "cuda:rtx4060" if "4060" in row["gpu"] else "cuda:rtx3060"
     return memlab.predict(partial(xmem.build, row), device=device, steps=xmem.STEPS)
+
+
+def _compiled(measurement: Measurement) -> Trace:
+    from . import compiled_gpt
+
+    build = partial(compiled_gpt.build, measurement.facts)
+    return memlab.predict(build, device="cuda:h100", kernels=Kernels(attention="flash"))
 
 
 def _own(measurement: Measurement) -> Trace:

@@ -11,7 +11,8 @@ REASONS = {
     "CNN": "cuDNN's workspaces decide how freed blocks are used again",
     "own convolutions": "cuDNN chooses the workspaces; a rule predicts them",
     "own recurrent": "cuDNN's workspaces for recurrent layers are undocumented",
-    "own compiled": "the order of blocks; workspaces of convolutions; what a checkpoint keeps",
+    "own compiled": "the order of some frees differs",
+    "compiled": "printed with one decimal, all but the first in GiB; reserved: not published",
     "own transformers": "the order of some frees differs",
 }
 
@@ -21,6 +22,8 @@ def reason(row: EvidenceRow) -> str:
     of = row.measurement
     if row.reserved_bytes == of.reserved_bytes and row.allocated_bytes == of.allocated_bytes:
         return "exact"
+    if row.reserved_error is None:
+        return REASONS[of.kind]
     if of.unrecorded and abs(row.reserved_error) > _TOLERANCE:
         return f"not recorded: {of.unrecorded}"
     if of.kind == "CNN" and row.reserved_error < -0.02:
