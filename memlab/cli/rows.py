@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from memlab.cli.errors import UsageError, error_summary, is_out_of_memory
-from memlab.configs.targets import TARGETS
 from memlab.planner.measuring import whole_trace
 from memlab.trace import Trace
 from memlab.train import TECHNIQUES, Setting, Training, measured
@@ -80,8 +79,7 @@ def dry_row(setting: Any, name: str, technique: Any) -> Row:
     """Measure the exact bytes without computing anything, or predict those on the setting's GPU."""
     if isinstance(setting, Setting):
         return Row(name, whole_trace(setting, name, technique))
-    is_predicted = setting.device in TARGETS
-    return Row(name, (setting.predicted_trace if is_predicted else setting.dry_trace)(technique))
+    return Row(name, setting.dry_trace(technique))
 
 
 def measured_rows(setting: Any, chosen: dict[str, Any], dry: bool, announce: Announce) -> list[Row]:

@@ -55,14 +55,6 @@ class Setting:
         """Build a training; see `build`."""
         return build(self, technique)
 
-    def dry_trace(self, technique: Technique | Plugs) -> Trace:
-        """Return the trace of the second step; see `dry_trace`."""
-        return dry_trace(self, technique)
-
-    def predicted_trace(self, technique: Technique | Plugs) -> Trace:
-        """Return the predicted trace of the second step; see `predicted_trace`."""
-        return predicted_trace(self, technique)
-
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         model = self.model if isinstance(self.model, str) else name_of(self.model)

@@ -1,6 +1,6 @@
 """A training of a transformers model on a device, as `memlab measure` and `memlab train` take it.
 
-It has the methods of memlab.train.Setting, with a Recipe in place of a technique.
+A Recipe stands in place of a technique.
 """
 
 from collections.abc import Callable
@@ -41,15 +41,13 @@ class TransformersSetting:
         return train.Training(step, model, optimizer, optimizer.step, ())
 
     def dry_trace(self, recipe: Recipe) -> Trace:
-        """Return the trace of the second step, with nothing computed."""
+        """Return the trace of the second step, with nothing computed; of a GPU, predicted."""
+        if self.device in TARGETS:
+            card = TARGETS[self.device].gpu
+            trace = predicted(self.training, recipe, self.device, card).measured.trace
+            assert trace is not None
+            return trace
         with dry_run():
             step, model, optimizer = self.training.build(recipe, "cpu")
             step()
             return measure(step, model=model, optimizer=optimizer)
-
-    def predicted_trace(self, recipe: Recipe) -> Trace:
-        """Return the trace of the second step on the device, predicted without it."""
-        card = TARGETS[self.device].gpu
-        trace = predicted(self.training, recipe, self.device, card).measured.trace
-        assert trace is not None
-        return trace

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quick import quick
+from quick import quick, slow
 
 from memlab.model import PRESETS
 from memlab.planner import measuring
-from memlab.planner.measuring import measured, shallow_blocks
+from memlab.planner.measuring import measured, shallow_blocks, whole_trace
 from memlab.train import (
     Setting,
     combined,
@@ -70,6 +70,15 @@ def test_a_step_that_cannot_be_extrapolated_runs_in_full(runs):
     assert not found.extrapolated
     whole = dry_trace(setting(9), combined("sqrt-checkpointing"))
     assert (found.allocated_bytes, found.at_peak) == (whole.peak_bytes, whole.at_peak)
+
+
+@pytest.mark.parametrize("name", ["lion", slow("lora"), slow("sqrt-checkpointing")])
+def test_the_trace_of_a_deep_model_is_the_one_of_all_blocks(name):
+    technique, deep = combined(name), setting(9)
+    whole, found = dry_trace(deep, technique), whole_trace(deep, name, technique)
+    assert (found.at_peak, found.at_end) == (whole.at_peak, whole.at_end)
+    sizes = [event[:1] + event[2:] for event in found.events]  # storages have other numbers
+    assert sizes == [event[:1] + event[2:] for event in whole.events]
 
 
 def test_a_shallow_model_runs_in_full(runs):
