@@ -189,8 +189,10 @@ def failures(rows: Sequence[Row]) -> Iterator[str]:
 
 def dry_rows_note(rows: Sequence[Row]) -> Iterator[str]:
     """List the rows that were not timed, and why."""
-    reasons = dict.fromkeys(row.dry_for for row in rows if row.dry_for)
-    for reason in reasons:
+    if late := rows[0].dry_for:
+        yield f"no times, because {late} after the dry runs; --all has no limit"
+        return
+    for reason in dict.fromkeys(row.dry_for for row in rows if row.dry_for):
         names = [row.name for row in rows if row.dry_for == reason]
         yield (
             f"no time, because {reason}: {', '.join(names)}; --technique {names[0]} runs real steps"

@@ -496,6 +496,13 @@ def test_rows_are_timed_until_another_would_exceed_the_limit(seconds_of):
     assert list(reasons.values()) == [None, None, None, *["65 s were over"] * 2]
 
 
+def test_if_nothing_could_be_timed_one_sentence_says_so():
+    rows_ = [Row(name, trace_of(1), dry_for="40 s were over") for name in ("plain", "sgd")]
+    assert list(report.dry_rows_note(rows_)) == [
+        "no times, because 40 s were over after the dry runs; --all has no limit"
+    ]
+
+
 def test_without_a_limit_the_smallest_peaks_are_timed(seconds_of):
     reasons = seconds_of("plain a b c", 2, math.inf)
     assert list(reasons.values()) == [*[None] * 3, "only the 2 smallest peaks are timed"]
