@@ -124,7 +124,7 @@ def choose_techniques(request: StepRequest) -> dict[str, Plugs]:
         ) from error
 
 
-def require_memory(what: str, setting: Setting, wanted: int, instead: str) -> None:
+def require_memory(what: str, setting: Any, wanted: int, instead: str) -> None:
     """Check first: Linux overcommits memory and later kills the process without a message."""
     memory = memory_of(torch.device("cpu"))
     if memory is not None and wanted > memory[1]:

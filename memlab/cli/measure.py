@@ -71,13 +71,13 @@ def choose_measurement(request: Request) -> Measurement:
     """Check all options, and return what they ask for. A dry run of a model has one row, the plain
     step, unless the user asks for more."""
     found = choose_model(request.model, request.library) if request.model else None
-    request = replace(request, device=choose_device(request))
+    one_answer = found and request.dry and not request.all
+    techniques = request.techniques or (["plain"] if one_answer else None)
+    request = replace(request, device=choose_device(request), techniques=techniques)
     if isinstance(found, Source):
         from memlab.cli.transformers_steps import choose_transformers
 
         return choose_transformers(request, found)
-    if found and request.dry and not (request.techniques or request.all):
-        request = replace(request, techniques=["plain"])
     chosen, setting = choose_techniques(request), choose_setting(request)
     adapters = list_adapters(chosen, choose_adapters(request.lora_rank, request.lora_targets))
     if setting.device != "cpu":

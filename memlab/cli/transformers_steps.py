@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from memlab.cli import report, terminal
+from memlab.cli.choices import require_memory
 from memlab.cli.errors import UsageError, is_out_of_memory, quoted
-from memlab.cli.machine import memory_of
 from memlab.cli.measure import Measurement
 from memlab.cli.memory_cap import choose_cap, memory_cap
 from memlab.cli.requests import Request, StepRequest, TrainRequest
@@ -19,7 +19,6 @@ from memlab.transformers_models.sources import Source
 from memlab.transformers_models.structure import adapted_layers
 from memlab.transformers_models.tasks import Size
 from memlab.transformers_models.training import Training
-from memlab.units import format_bytes
 
 
 def choose_transformers(request: Request, source: Source) -> Measurement:
@@ -90,19 +89,9 @@ def _recipe(name: str, request: StepRequest, setting: TransformersSetting) -> Re
 
 
 def _require_memory(setting: TransformersSetting, recipe: Recipe) -> None:
-    """Check first: Linux overcommits memory and later kills the process without a message."""
-    if setting.device != "cpu":
-        return
-    memory = memory_of(torch.device("cpu"))
-    wanted = 4 * setting.parameters
-    if memory is None or wanted < memory[0]:
+    if setting.device == "cpu":
         wanted = setting.dry_trace(recipe).peak_bytes
-    if memory is not None and wanted > memory[1]:
-        raise UsageError(
-            f"a step of {setting} needs {format_bytes(wanted)}; this machine has "
-            f"{format_bytes(memory[1])}; make it smaller, or use memlab measure --dry-run, which "
-            f"allocates nothing"
-        )
+        require_memory("a step", setting, wanted, "use memlab measure --dry-run")
 
 
 def _run(setting: TransformersSetting, recipe: Recipe, steps: int, announce: Announce) -> str:

@@ -101,6 +101,21 @@ def test_measured_steps_are_compared(config, memlab_command, tmp_path):
     assert rows[0]["peak_bytes"] > rows[1]["peak_bytes"] > 0
 
 
+def test_a_dry_run_is_one_answer_unless_more_is_wanted(config, memlab_command, tmp_path):
+    assert memlab_command("measure", "--model", config("gpt2"), "--dry-run").status == 0
+    rows = json.loads((tmp_path / "work" / "measure.json").read_text())["rows"]
+    assert [row["technique"] for row in rows] == ["plain"]
+
+
+def test_a_step_larger_than_the_machine_does_not_start(config, usage_error, monkeypatch):
+    monkeypatch.setattr("memlab.cli.choices.memory_of", lambda device: (10**9, 2**10))
+    line = usage_error("measure", "--model", config("gpt2"))
+    assert line.endswith(
+        "this machine has 1.00 KiB; make it smaller, or use memlab measure --dry-run, which "
+        "allocates nothing"
+    )
+
+
 def test_training_runs(config, memlab_command):
     given = ("--model", config("starcoder2"), "--technique", "lora+checkpointing", "--steps", "2")
     outcome = memlab_command("train", *given)
