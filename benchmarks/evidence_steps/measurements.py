@@ -35,19 +35,20 @@ class Measurement:
     """A measured step or run; sizes are in bytes."""
 
     name: str
-    source: str  # "T4", "xMem", "H100" or a GPU's name
+    source: str  # "T4", "xMem", "H100", "Liger" or a GPU's name
     kind: str  # what errors are summarized by, such as "LoRA"
     model: str
     reserved_bytes: float | None  # reserved by torch, or used on the device (xMem)
     allocated_bytes: float | None = None
     peers: Mapping[str, float] = field(default_factory=dict)  # bytes by estimator
-    packages: str = ""  # the folder of .venv/evidence with the versions that were measured
+    packages: str = ""  # the folders of .venv/evidence with the versions that were measured
     unrecorded: str = ""  # what decides the memory and was not recorded
     facts: Any = None  # how the step was run, for its builder
 
 
 def measurements() -> list[Measurement]:
-    return [*lora_steps(), *xmem_runs(), *compiled_runs(), *own_steps()]
+    runs = *lora_steps(), *xmem_runs(), *compiled_runs(), *liger_kernels(), *own_steps()
+    return list(runs)
 
 
 def _read(name: str) -> Any:
@@ -105,6 +106,23 @@ def compiled_runs() -> Iterator[Measurement]:
             run["allocated_mib"] * MIB,
             facts=run,
         )
+
+
+def liger_kernels() -> Iterator[Measurement]:
+    """Yield each size of Liger-Kernel's benchmarks, in the order in which one process ran them."""
+    for run in _read("liger.json")["runs"]:
+        model, varied = f"{run['kernel']}, {run['provider']}", run["varied"]
+        for size, peak in run["peak_mib"].items():
+            yield Measurement(
+                f"{model}, {run['mode']}, {varied} = {size}, {run['gpu']}",
+                "Liger",
+                "Liger kernel" if run["provider"] == "liger" else "torch operator",
+                model,
+                None,
+                peak * MIB,
+                packages=f"transformers liger-{run['packages']}",
+                facts={**run, "sizes": {**run["sizes"], varied: int(size)}},
+            )
 
 
 def kind_of(name: str) -> str:

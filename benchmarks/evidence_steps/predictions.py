@@ -18,13 +18,14 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 from common import ROOT, set_environment
 
 import memlab
 from memlab import Kernels
 from memlab.trace import Trace
 
-from .measurements import Measurement
+from .measurements import MIB, Measurement
 
 PACKAGES = ROOT / ".venv" / "evidence"
 WORKERS = 2
@@ -44,17 +45,33 @@ class EvidenceRow:
     @property
     def allocated_error(self) -> float | None:
         measured = self.measurement.allocated_bytes
-        return self.allocated_bytes / measured - 1 if measured else None
+        if self.allocated_is_exact:
+            return 0.0 if measured else None
+        return self.allocated_bytes / measured - 1
+
+    @property
+    def allocated_is_exact(self) -> bool:
+        """Whether it is the measured figure, which Liger-Kernel rounded to a float32 of MiB."""
+        measured = self.measurement.allocated_bytes
+        if self.measurement.source == "Liger":
+            return np.float32(self.allocated_bytes / MIB) == np.float32(measured / MIB)
+        return measured in (None, self.allocated_bytes)
 
     @property
     def reserved_error(self) -> float | None:
         measured = self.measurement.reserved_bytes
         return self.reserved_bytes / measured - 1 if measured else None
 
+    @property
+    def error(self) -> float:
+        """Of reserved memory, or of allocated memory where only that was measured."""
+        reserved = self.reserved_error
+        return (self.allocated_error or 0.0) if reserved is None else reserved
+
 
 def missing_packages(measurements: Sequence[Measurement]) -> list[str]:
     """Return the folders of packages that `make evidence` has not installed yet."""
-    names = {m.packages for m in measurements if m.packages}
+    names = {name for m in measurements for name in m.packages.split()}
     return sorted(name for name in names if not (PACKAGES / name).exists())
 
 
@@ -67,7 +84,7 @@ def predictions(measurements: Sequence[Measurement]) -> Iterator[EvidenceRow]:
 
 
 def importing(packages: str, workers: int) -> ProcessPoolExecutor:
-    """Return processes that import from this folder of .venv/evidence; "" is none."""
+    """Return processes that import from these folders of .venv/evidence."""
     return ProcessPoolExecutor(workers, _Importing(packages), _prepare)
 
 
@@ -75,7 +92,7 @@ class _Importing(SpawnContext):
     """Start processes that find packages in a folder from their start, before they import torch."""
 
     def __init__(self, packages: str) -> None:
-        self._folders = [str(PACKAGES / packages)] if packages else []
+        self._folders = [str(PACKAGES / name) for name in packages.split()]
 
     def Process(self, *args: Any, **options: Any) -> SpawnProcess:  # noqa: N802 - its name
         return _Process(self._folders, *args, **options)
@@ -101,7 +118,8 @@ def _prepare() -> None:
 def predicted(measurement: Measurement) -> EvidenceRow:
     """Predict a measured step with the packages of this process."""
     start = time.process_time()
-    how = {"T4": _lora, "xMem": _xmem, "H100": _compiled}.get(measurement.source, _own)
+    how = {"T4": _lora, "xMem": _xmem, "H100": _compiled, "Liger": _liger}
+    how = how.get(measurement.source, _own)
     with patch("memlab.prediction.accuracy.confirmed_kernels", frozenset):
         trace = how(measurement)
     memory, reserved = trace.memory, trace.memory.reserved_peak_bytes or 0
@@ -134,6 +152,13 @@ def _compiled(measurement: Measurement) -> Trace:
 
     build = partial(compiled_gpt.build, measurement.facts)
     return memlab.predict(build, device="cuda:h100", kernels=Kernels(attention="flash"))
+
+
+def _liger(measurement: Measurement) -> Trace:
+    from . import liger
+
+    run = measurement.facts
+    return memlab.predict(partial(liger.build, run), device=f"cuda:{run['gpu']}")
 
 
 def _own(measurement: Measurement) -> Trace:

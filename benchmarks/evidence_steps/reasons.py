@@ -14,19 +14,21 @@ REASONS = {
     "own compiled": "the order of some frees differs",
     "compiled": "printed with one decimal, all but the first in GiB; reserved: not published",
     "own transformers": "the order of some frees differs",
+    "Liger kernel": "another version of Liger-Kernel, or of torch, which was not recorded",
+    "torch operator": "another version of torch, which was not recorded",
 }
 
 
 def reason(row: EvidenceRow) -> str:
     """Return why the prediction differs, or "exact"."""
-    of = row.measurement
-    if row.reserved_bytes == of.reserved_bytes and row.allocated_bytes == of.allocated_bytes:
+    of, error = row.measurement, row.reserved_error or 0
+    if row.allocated_is_exact and of.reserved_bytes in (None, row.reserved_bytes):
         return "exact"
     if row.reserved_error is None:
         return REASONS[of.kind]
-    if of.unrecorded and abs(row.reserved_error) > _TOLERANCE:
+    if of.unrecorded and abs(error) > _TOLERANCE:
         return f"not recorded: {of.unrecorded}"
-    if of.kind == "CNN" and row.reserved_error < -0.02:
+    if of.kind == "CNN" and error < -0.02:
         return _too_low(row)
     return REASONS.get(of.kind, "")
 

@@ -1,13 +1,16 @@
 """Fixtures that run the command line in this process."""
 
 import io
+import json
 import math
 import sys
 from collections.abc import Callable
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -53,6 +56,15 @@ def no_accelerator(monkeypatch) -> None:
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda check_available=False: None
     )
+
+
+@pytest.fixture(scope="session")
+def schema() -> Any:
+    """A validator of what `--json` prints."""
+    import jsonschema  # its grammars take four seconds, in each process if a file imports it
+
+    text = (files("memlab.cli") / "schema.json").read_text(encoding="utf-8")
+    return jsonschema.Draft202012Validator(json.loads(text))
 
 
 @pytest.fixture(scope="session")

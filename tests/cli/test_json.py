@@ -5,10 +5,8 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 
-import jsonschema
 import pytest
 
 from memlab import Event, Trace
@@ -19,8 +17,6 @@ from memlab.train import TECHNIQUES
 from tests.transformers_models.configs import TINY
 
 ROOT = Path(__file__).parents[2]
-SCHEMA = json.loads((files("memlab.cli") / "schema.json").read_text(encoding="utf-8"))
-VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
 SCRIPT = """
 import torch
@@ -40,13 +36,13 @@ def build(batch=64):
 
 
 @pytest.fixture
-def document(memlab_command, tmp_path):
+def document(memlab_command, tmp_path, schema):
     """Run a command with --json; return its status and its document, once it is valid."""
 
     def run(*arguments: object) -> tuple[int, dict]:
         outcome = memlab_command(*arguments, "--json")
         found = json.loads(outcome.out)
-        VALIDATOR.validate(found)
+        schema.validate(found)
         assert "written: work/" in outcome.err
         written = json.loads((tmp_path / f"work/{arguments[0]}.json").read_text(encoding="utf-8"))
         assert written == found
@@ -60,10 +56,10 @@ def document(memlab_command, tmp_path):
 # ------------------------------------------------------------------ the schema
 
 
-def test_the_schema_is_a_schema_and_refuses_what_is_not_in_it():
-    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+def test_the_schema_is_a_schema_and_refuses_what_is_not_in_it(schema):
+    schema.check_schema(schema.schema)
     valid = documents.measure_document("", [Row("plain", failure="why")], [])
-    VALIDATOR.validate(valid)
+    schema.validate(valid)
     for wrong in (
         {"schema": 2},
         {"verdict": "fits"},
@@ -71,14 +67,14 @@ def test_the_schema_is_a_schema_and_refuses_what_is_not_in_it():
         {"more": 1},
         {"rows": [{**valid["rows"][0], "failure": None}]},  # neither bytes nor a failure
     ):
-        assert not VALIDATOR.is_valid({**valid, **wrong})
+        assert not schema.is_valid({**valid, **wrong})
 
 
-def test_every_field_of_the_schema_is_explained_or_obvious():
+def test_every_field_of_the_schema_is_explained_or_obvious(schema):
     obvious = {"schema", "command", "machine", "torch", "python", "parameters", "fits", "device"}
     obvious |= {"gpus", "memory", "total_bytes", "at_peak", "seconds", "time_ratios", "failure"}
     obvious |= {"estimated_time_ratio", "largest_gradient", "what", "date", "notes", "peak_in"}
-    for name, part in SCHEMA["$defs"].items():
+    for name, part in schema.schema["$defs"].items():
         for field, meaning in part.get("properties", {}).items():
             assert "description" in meaning or field in obvious, (name, field)
 
@@ -236,7 +232,7 @@ def test_a_measured_script_is_a_document_and_its_own_output_is_elsewhere(
 # ------------------------------------------------------------------ streams and errors
 
 
-def test_a_process_prints_the_document_alone(tmp_path):
+def test_a_process_prints_the_document_alone(tmp_path, schema):
     loud = SCRIPT.replace('print("printed by the script")', "import os; os.system('echo loud')")
     (tmp_path / "own.py").write_text(loud)
     given = ("measure", "--script", "own.py:build", "--dry-run", "--json")
@@ -248,7 +244,7 @@ def test_a_process_prints_the_document_alone(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    VALIDATOR.validate(json.loads(done.stdout))
+    schema.validate(json.loads(done.stdout))
     assert "loud\n" in done.stderr
 
 
@@ -284,7 +280,7 @@ def test_an_error_of_a_script_is_one_line(usage_error, tmp_path):
     ("file", "verdict", "kind"),
     [("oom.txt", "other-process", "log"), ("trace.json", "no-grad", "trace")],
 )
-def test_an_explanation_is_a_document(memlab_command, tmp_path, file, verdict, kind):
+def test_an_explanation_is_a_document(memlab_command, tmp_path, schema, file, verdict, kind):
     (tmp_path / "oom.txt").write_text(
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "
         "capacity of 23.65 GiB of which 1.20 GiB is free. Process 1234 has 10.00 GiB memory in "
@@ -297,7 +293,7 @@ def test_an_explanation_is_a_document(memlab_command, tmp_path, file, verdict, k
     (tmp_path / "trace.json").write_text(json.dumps(Trace(tuple(layers)).to_dict()))
     outcome = memlab_command("explain", tmp_path / file, "--json")
     found = json.loads(outcome.out)
-    VALIDATOR.validate(found)
+    schema.validate(found)
     assert json.loads((tmp_path / "work/explain.json").read_text(encoding="utf-8")) == found
     assert (found["verdict"], found["kind"]) == (found["causes"][0]["name"], kind)
     if kind == "log":

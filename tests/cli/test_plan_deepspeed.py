@@ -1,12 +1,9 @@
 """`memlab plan --deepspeed`: the report, its document, its errors."""
 
 import json
-from importlib.resources import files
 
-import jsonschema
 import pytest
 
-SCHEMA = json.loads((files("memlab.cli") / "schema.json").read_text(encoding="utf-8"))
 ON_CPU = {
     "bf16": {"enabled": True},
     "gradient_clipping": 1.0,
@@ -47,10 +44,10 @@ def test_the_report_has_each_part_and_no_verdict(plan):
     assert max(map(len, lines)) <= 80
 
 
-def test_the_document_has_the_parts_in_numbers(plan):
+def test_the_document_has_the_parts_in_numbers(plan, schema):
     outcome = plan(ON_CPU, "--gpus", 8, "--json")
     found = json.loads(outcome.out)
-    jsonschema.Draft202012Validator(SCHEMA).validate(found)
+    schema.validate(found)
     config = found["deepspeed"]
     assert config["unknown"] == {"zero_optimization.a_new_key": ""}
     parts = {each["part"]: each for each in config["parts"]}

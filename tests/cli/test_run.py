@@ -2,20 +2,14 @@
 
 import json
 import re
-from importlib.resources import files
 from pathlib import Path
 from textwrap import dedent
 
-import jsonschema
 import pytest
 
 from memlab.cli.advice import _smaller_batch
 from memlab.trace import Event, Trace
 from memlab.units import WIDTH
-
-VALIDATOR = jsonschema.Draft202012Validator(
-    json.loads((files("memlab.cli") / "schema.json").read_text(encoding="utf-8"))
-)
 
 TRAIN = """
     import argparse, os
@@ -97,21 +91,21 @@ def test_a_verdict_within_the_error_of_its_kind_is_doubted(memlab_in, folder):
     )
 
 
-def test_the_document_has_the_peak(memlab_in, folder):
+def test_the_document_has_the_peak(memlab_in, folder, schema):
     outcome = memlab_in(folder, "run", "--json", "--device", "cpu", "train.py")
     document = json.loads(outcome.out)
     weights = 4 * 4 * (512 * 512 + 512)
     assert (document["command"], document["verdict"]) == ("run", "measured")
     assert document["rows"][0]["at_peak"]["parameters"] == weights
-    VALIDATOR.validate(document)
+    schema.validate(document)
 
 
-def test_the_documents_verdict_is_the_exit_status(memlab_in, folder):
+def test_the_documents_verdict_is_the_exit_status(memlab_in, folder, schema):
     for batch, status, verdict in (("64", 0, "fits"), ("65536", 1, "does not fit")):
         words = ("--json", "--no-advice", "--memory", "700MiB", "train.py", "--batch-size", batch)
         outcome = memlab_in(folder, "run", *words)
         document = json.loads(outcome.out)
-        VALIDATOR.validate(document)
+        schema.validate(document)
         assert (outcome.status, document["verdict"]) == (status, verdict)
 
 
@@ -222,10 +216,10 @@ def test_an_error_names_what_was_refused(memlab_in, folder):
     )
 
 
-def test_the_document_has_each_change(memlab_in, folder):
+def test_the_document_has_each_change(memlab_in, folder, schema):
     outcome = memlab_in(folder, "run", "--json", "--advise", "train.py", "--batch-size", "4096")
     document = json.loads(outcome.out)
-    VALIDATOR.validate(document)
+    schema.validate(document)
     plain, *changed = document["rows"]
     assert plain["technique"] == "train.py"
     assert all(row["technique"].startswith("with ") for row in changed)
