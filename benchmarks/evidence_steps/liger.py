@@ -6,11 +6,14 @@ the peak of torch.cuda.max_memory_allocated in one process that ran many sizes o
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama import modeling_llama
 
 Row = Mapping[str, Any]
 Setup = tuple[Callable[[], Any], Callable[[Any], object]]  # forward, and backward of its result
@@ -53,6 +56,11 @@ def with_new(gradient: Callable[[Tensor], Tensor]) -> Callable[[Tensor], object]
     return lambda out: out.backward(gradient(out), retain_graph=True)
 
 
+def of_liger(module: str, name: str) -> Any:
+    with torch.device("cpu"):  # a first import creates tensors of its own
+        return getattr(import_module(f"liger_kernel.transformers.{module}"), name)
+
+
 def kernel(builder: Callable[..., Setup]) -> Callable[..., Setup]:
     KERNELS[builder.__name__] = builder
     return builder
@@ -63,25 +71,21 @@ def kernel(builder: Callable[..., Setup]) -> Callable[..., Setup]:
 
 @kernel
 def cross_entropy(provider: str, B: int, T: int, V: int) -> Setup:
-    from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
-
-    losses = {"liger": LigerCrossEntropyLoss(), "huggingface": nn.CrossEntropyLoss()}
+    liger = of_liger("cross_entropy", "LigerCrossEntropyLoss")()
+    losses = {"liger": liger, "huggingface": nn.CrossEntropyLoss()}
     logits, targets = torch.randn(B * T, V, requires_grad=True), torch.randint(V, (B * T,))
     return lambda: losses[provider](logits, targets), Tensor.backward
 
 
 @kernel
 def fused_linear_cross_entropy(provider: str, BT: int, H: int, V: int, dtype: torch.dtype) -> Setup:
-    from liger_kernel.transformers.fused_linear_cross_entropy import (
-        LigerFusedLinearCrossEntropyLoss,
-    )
-
-    fused, heads = LigerFusedLinearCrossEntropyLoss(), {}
+    loss = of_liger("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyLoss")()
+    heads = {}
     for name in ("liger", "huggingface"):  # both are on the GPU
         heads[name] = nn.Linear(H, V, bias=False, dtype=dtype)
     x, targets = torch.randn(BT, H, dtype=dtype, requires_grad=True), torch.randint(V, (BT,))
     if provider == "liger":
-        return lambda: fused(heads["liger"].weight, x, targets), Tensor.backward
+        return lambda: loss(heads["liger"].weight, x, targets), Tensor.backward
     return lambda: F.cross_entropy(heads["huggingface"](x), targets), Tensor.backward
 
 
@@ -92,9 +96,7 @@ def _distributions(rows: int, V: int, first: Callable[..., Tensor], second: Any)
 
 @kernel
 def kl_div(provider: str, B: int, T: int, V: int) -> Setup:
-    from liger_kernel.transformers.kl_div import LigerKLDIVLoss
-
-    losses = {"liger": LigerKLDIVLoss(reduction="batchmean")}
+    losses = {"liger": of_liger("kl_div", "LigerKLDIVLoss")(reduction="batchmean")}
     losses["torch"] = nn.KLDivLoss(reduction="batchmean")
     pair = _distributions(B * T, V, F.log_softmax, F.softmax)
     return lambda: losses[provider](*pair), of_loss
@@ -102,9 +104,7 @@ def kl_div(provider: str, B: int, T: int, V: int) -> Setup:
 
 @kernel
 def jsd(provider: str, B: int, T: int, V: int) -> Setup:
-    from liger_kernel.transformers.jsd import LigerJSD
-
-    losses = {"liger": LigerJSD(), "torch": _jensen_shannon}
+    losses = {"liger": of_liger("jsd", "LigerJSD")(), "torch": _jensen_shannon}
     pair = _distributions(B * T, V, F.log_softmax, F.log_softmax)
     return lambda: losses[provider](*pair), of_loss
 
@@ -120,9 +120,8 @@ def _jensen_shannon(log_q: Tensor, log_p: Tensor) -> Tensor:
 
 @kernel
 def tvd(provider: str, B: int, T: int, V: int) -> Setup:
-    from liger_kernel.transformers.tvd import LigerTVDLoss
-
-    losses = {"liger": LigerTVDLoss(reduction="batchmean"), "torch": _total_variation}
+    liger = of_liger("tvd", "LigerTVDLoss")(reduction="batchmean")
+    losses = {"liger": liger, "torch": _total_variation}
     pair = _distributions(B * T, V, F.softmax, F.softmax)
     return lambda: losses[provider](*pair), of_loss
 
@@ -134,30 +133,25 @@ def _total_variation(p: Tensor, q: Tensor) -> Tensor:
 # ------------------------------------------------------------------ layers
 
 
-def _mlp(kind: type, provider: str, x: Any, width: int, act: str, dtype: Any) -> Setup:
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaMLP
-
-    config = LlamaConfig(hidden_size=x[-1], intermediate_size=width, hidden_act=act)
-    given = torch.randn(*x, dtype=dtype, requires_grad=True)
-    layer = (kind if provider == "liger" else LlamaMLP)(config=config).to(dtype)
-    return lambda: layer(given), with_new(torch.randn_like)
+@kernel
+def geglu(
+    provider: str, bsz: int, T: int, hidden_size: int, dtype: torch.dtype, **shape: Any
+) -> Setup:
+    config = LlamaConfig(hidden_size=hidden_size, **shape)
+    kind = modeling_llama.LlamaMLP
+    if provider == "liger":
+        is_silu = config.hidden_act == "silu"
+        kind = (
+            of_liger("swiglu", "LigerSwiGLUMLP") if is_silu else of_liger("geglu", "LigerGEGLUMLP")
+        )
+    x = torch.randn(bsz, T, hidden_size, dtype=dtype, requires_grad=True)
+    layer = kind(config=config).to(dtype)
+    return lambda: layer(x), with_new(torch.randn_like)
 
 
 @kernel
-def geglu(provider: str, bsz: int, T: int, hidden_size: int, **sizes: Any) -> Setup:
-    from liger_kernel.transformers.geglu import LigerGEGLUMLP
-
-    width, act, dtype = sizes["intermediate_size"], sizes["hidden_act"], sizes["dtype"]
-    return _mlp(LigerGEGLUMLP, provider, (bsz, T, hidden_size), width, act, dtype)
-
-
-@kernel
-def swiglu(provider: str, B: int, T: int, hidden_size: int, **sizes: Any) -> Setup:
-    from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
-
-    width, act, dtype = sizes["intermediate_size"], sizes["hidden_act"], sizes["dtype"]
-    return _mlp(LigerSwiGLUMLP, provider, (B, T, hidden_size), width, act, dtype)
+def swiglu(provider: str, B: int, **sizes: Any) -> Setup:
+    return geglu(provider, B, **sizes)
 
 
 def _layers(provider: str, liger: nn.Module, own: nn.Module, x: Any, dtype: torch.dtype) -> Setup:
@@ -172,46 +166,27 @@ def _layers(provider: str, liger: nn.Module, own: nn.Module, x: Any, dtype: torc
 
 @kernel
 def rms_norm(provider: str, M: int, H: int, dtype: torch.dtype, eps: float) -> Setup:
-    from liger_kernel.transformers.rms_norm import LigerRMSNorm
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    layers = LigerRMSNorm(hidden_size=H, eps=eps), LlamaRMSNorm(H, eps=eps)
-    return _layers(provider, *layers, (M, H), dtype)
+    liger = of_liger("rms_norm", "LigerRMSNorm")(hidden_size=H, eps=eps)
+    return _layers(provider, liger, modeling_llama.LlamaRMSNorm(H, eps=eps), (M, H), dtype)
 
 
 @kernel
 def layer_norm(provider: str, M: int, N: int, dtype: torch.dtype, eps: float) -> Setup:
-    from liger_kernel.transformers.layer_norm import LigerLayerNorm
-
-    layers = LigerLayerNorm(hidden_size=N), nn.LayerNorm(N, eps=eps)
-    return _layers(provider, *layers, (M, N), dtype)
+    liger = of_liger("layer_norm", "LigerLayerNorm")(hidden_size=N)
+    return _layers(provider, liger, nn.LayerNorm(N, eps=eps), (M, N), dtype)
 
 
 @kernel
 def group_norm(provider: str, M: int, H: int, C: int, **sizes: Any) -> Setup:
-    from liger_kernel.transformers.group_norm import LigerGroupNorm
-
     groups, eps = C // sizes["channels_per_group"], sizes["eps"]
-    layers = LigerGroupNorm(C, groups, eps=eps), nn.GroupNorm(groups, C, eps=eps)
-    return _layers(provider, *layers, (M, C, H), sizes["dtype"])
-
-
-@kernel
-def embedding(provider: str, B: int, T: int, D: int, V: int, dtype: torch.dtype) -> Setup:
-    from liger_kernel.transformers.experimental.embedding import LigerEmbedding
-
-    own, liger = nn.Embedding(V, D).to(dtype), LigerEmbedding(V, D).to(dtype)
-    layers = {"liger": liger, "huggingface": own, "torch_compile": torch.compile(own)}
-    ids = torch.randint(V, (B, T))
-    return lambda: layers[provider](ids), with_new(torch.randn_like)
+    liger = of_liger("group_norm", "LigerGroupNorm")(C, groups, eps=eps)
+    own = nn.GroupNorm(groups, C, eps=eps)
+    return _layers(provider, liger, own, (M, C, H), sizes["dtype"])
 
 
 @kernel
 def rope(provider: str, H: int, T: int, num_q_heads: int, num_kv_heads: int, dtype: Any) -> Setup:
-    from liger_kernel.transformers.rope import liger_rotary_pos_emb
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    D, rotate = H // num_q_heads, {"liger": liger_rotary_pos_emb}
+    D, rotate = H // num_q_heads, {"liger": of_liger("rope", "liger_rotary_pos_emb")}
     shapes = [(1, T, heads, D) for heads in (num_q_heads, num_kv_heads)]
     given = [torch.randn(s, requires_grad=True, dtype=dtype).transpose(1, 2) for s in shapes]
     gradients = [torch.randn_like(each) for each in given]
@@ -221,28 +196,10 @@ def rope(provider: str, H: int, T: int, num_q_heads: int, num_kv_heads: int, dty
     del angles
 
     def forward() -> tuple[Tensor, Tensor]:
-        return rotate.get(provider, apply_rotary_pos_emb)(*given, cos, sin)
+        return rotate.get(provider, modeling_llama.apply_rotary_pos_emb)(*given, cos, sin)
 
     def backward(out: tuple[Tensor, Tensor]) -> object:
         kept = frequencies, positions
         return torch.autograd.grad(out, given, gradients, retain_graph=True), kept
 
     return forward, backward
-
-
-@kernel
-def softmax(provider: str, M: int, N: int, dtype: torch.dtype) -> Setup:
-    from liger_kernel.transformers.softmax import LigerSoftmax
-
-    layers = {"liger": LigerSoftmax().to(dtype), "torch": nn.Softmax(dim=-1)}
-    x = torch.randn(M, N, dtype=dtype, requires_grad=True)
-    return lambda: layers[provider](x), with_new(torch.ones_like)
-
-
-@kernel
-def relu_squared(provider: str, M: int, N: int, dtype: torch.dtype) -> Setup:
-    from liger_kernel.transformers.relu_squared import LigerReLUSquared
-
-    layers = {"liger": LigerReLUSquared(), "torch": lambda x: torch.square(F.relu(x))}
-    x = torch.randn(M, N, dtype=dtype, requires_grad=True)
-    return lambda: layers[provider](x), with_new(torch.ones_like)
