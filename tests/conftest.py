@@ -27,6 +27,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hypothesis import settings
+from quick import leave_few
 
 # The same examples on every run and machine, and no clock: a slow machine is not a wrong answer.
 settings.register_profile("memlab", derandomize=True, deadline=None)
@@ -83,8 +84,10 @@ def imported_later() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first; skip tests marked `gpu` if there is no GPU."""
+    """Long files first; few of many parameters; skip tests marked `gpu` if there is no GPU."""
+    leave_few(items)
     items.sort(key=lambda item: item.path.name not in LONG)
     if torch.cuda.is_available():
         return

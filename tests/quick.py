@@ -1,4 +1,10 @@
-"""Parameters of tests: which ones `make test` tries, and which ones share one test."""
+"""Parameters of tests: which ones `make test` tries, and which ones share one test.
+
+    quick(kept, values)       all but the named ones are slow
+    slow(value)               this one is slow
+    @pytest.mark.few(3)       three of them, evenly spread; the others are slow
+    @together(name, values)   all of them in one test
+"""
 
 import inspect
 from collections.abc import Callable, Collection, Iterable
@@ -17,6 +23,20 @@ def slow(value: Any) -> Any:
     """A parameter that `make test` leaves out; a tuple is several arguments."""
     arguments = value if isinstance(value, tuple) else (value,)
     return pytest.param(*arguments, marks=pytest.mark.slow)
+
+
+def leave_few(items: Iterable[pytest.Item]) -> None:
+    """Of each test marked `few(n)`, mark all parameters but n as slow, the first never."""
+    groups: dict[tuple[Any, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            groups.setdefault((item.parent, item.originalname), []).append(item)
+    for group in groups.values():
+        count = group[0].get_closest_marker("few").args[0]
+        kept = {len(group) * i // count for i in range(count)}
+        for place, item in enumerate(group):
+            if place not in kept:
+                item.add_marker(pytest.mark.slow)
 
 
 def together(names: str | tuple[str, ...], values: Iterable[Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ _PYTHONS = tuple(
 _ENVIRONMENTS = frozenset({"site-packages", "dist-packages"})
 
 
+@cache
 def is_pythons(file: str) -> bool:
     """Return whether a file is a module of Python itself, or generated code such as `<string>`."""
     if file.startswith("<"):

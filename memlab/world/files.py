@@ -105,6 +105,8 @@ class Files:
 
     def _is_gone(self, absolute: str) -> bool:
         """Return whether the script removed the file or a folder that it is in."""
+        if not (self._removed or self._made_anew):
+            return False  # the rule: libraries look for files by the ten thousand
         above = {str(each) for each in Path(absolute).parents}
         return bool({absolute, *above} & self._removed or above & self._made_anew)
 
