@@ -1,9 +1,9 @@
 """Parameters of tests: which ones `make test` tries, and which ones share one test.
 
-    quick(kept, values)       all but the named ones are slow
-    slow(value)               this one is slow
-    @pytest.mark.few(3)       three of them, evenly spread; the others are slow
-    @together(name, values)   all of them in one test
+quick(kept, values)       all but the named ones are slow
+slow(value)               this one is slow
+@pytest.mark.few(3)       three of them, evenly spread; the others are slow
+@together(name, values)   all of them in one test
 """
 
 import inspect

@@ -59,6 +59,7 @@ def on_the_h200():
             yield m.facts[1]["configuration"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", quick(QUICK_ON_THE_H200, on_the_h200()))
 def test_a_step_on_an_h200_is_predicted_to_the_byte(name):
     [measured] = [m for m in measurements.own_steps() if m.facts[1]["configuration"] == name]

@@ -170,6 +170,7 @@ def error(pair: str) -> float:
     return scale * sum(ERRORS.get(name, 0) for name in names)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("pair", quick(TOGETHER[::8], TOGETHER))
 def test_two_techniques_have_the_gradients_of_the_plain_step(pair):
     """Or LoRA's gradients, if one of them is LoRA."""
@@ -204,6 +205,7 @@ def has_the_weights_of_the_other_alone(one: str, other: str) -> None:
 KEPT = ("parameters", "gradients", "optimizer_state")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("pair", quick(TOGETHER[::4], TOGETHER))
 def test_after_the_step_two_techniques_hold_what_the_formulas_of_both_say(pair):
     at_end = outcome(pair).trace.at_end
@@ -327,6 +329,7 @@ LEAVES_ACTIVATIONS = {"step-in-backward", "offloaded-optimizer", "post-hoc-ema"}
 BESIDE_AN_OPTIMIZER = [p for p in TOGETHER if LEAVES_ACTIVATIONS & set(p.split("+"))]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("pair", quick(BESIDE_AN_OPTIMIZER[::4], BESIDE_AN_OPTIMIZER))
 def test_an_optimizer_leaves_what_is_kept_for_backward_to_the_other(pair):
     one, other = pair.split("+")
@@ -335,6 +338,7 @@ def test_an_optimizer_leaves_what_is_kept_for_backward_to_the_other(pair):
     assert kept_for_backward(pair) == kept_for_backward(wanted)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("pair", [pair for pair in TOGETHER if "post-hoc-ema" in pair])
 def test_two_averages_come_on_top_of_the_other_technique(pair):
     other = pair.replace("+post-hoc-ema", "").replace("post-hoc-ema+", "")
@@ -350,6 +354,7 @@ SURPRISING = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pair", quick(SURPRISING, TOGETHER))
 def test_the_peak_of_two_techniques_is_that_of_a_dry_run(pair):
     ours, dry = outcome(pair).trace, dry_trace(SETTING, combined(pair))
@@ -380,6 +385,7 @@ def test_the_results_have_each_technique_and_each_pair_that_works():
     assert STORED["pairs"].keys() == {*ROWS, *TOGETHER}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("names", quick(["chunked-loss", "checkpointing+lion"], [*ROWS, *TOGETHER]))
 def test_a_stored_peak_is_that_of_a_dry_run(names):
     assert STORED["pairs"][names] == dry_trace(SUITABLE["cpu"], combined(names)).peak_bytes

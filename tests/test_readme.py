@@ -139,6 +139,7 @@ SLOW = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "command",
     [slow(command) if command.startswith(SLOW) else command for command in to_run(ALL)],
@@ -166,6 +167,7 @@ def test_each_make_target_is_there(command, copy_of_the_repository):
 GUIDES = "".join(PAGES[f"docs/{name}.md"] for name in ("HOWTO", "FRAMEWORKS", "PLAN"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "example",
     [slow(text) if text in blocks(GUIDES, "python") else text for text in blocks(ALL, "python")],

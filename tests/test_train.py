@@ -192,6 +192,7 @@ def all_present(model: nn.Module) -> AbstractContextManager[None]:
     return streams.pop().present() if streams else nullcontext()
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", TOLERANCES)
 def test_a_technique_has_the_gradients_of_the_plain_step(name):
     plain, ours = gradients(PLAIN), gradients(combined(name))
@@ -478,11 +479,13 @@ CLAIMS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_technique_changes_the_bytes_as_it_claims(name):
     CLAIMS[name](combined(name))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_technique_that_does_nothing_fails_the_claim(name):
     with pytest.raises(AssertionError):
@@ -512,6 +515,7 @@ def test_what_saves_activations_has_the_lower_peak(smaller, larger):
     assert peaks[0] < peaks[1]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_every_technique_takes_a_model_with_an_unembedding_of_its_own(name, monkeypatch):
     monkeypatch.setitem(PRESETS, "untied", replace(CONFIG, tied=False))
@@ -602,6 +606,7 @@ def test_a_step_changes_the_weights():
 OF_EACH_PLUG = ("plain", "checkpointing", "autocast", "chunked-loss", "lora", "adam8bit")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", quick(OF_EACH_PLUG, TECHNIQUES))
 def test_a_dry_trace_is_that_of_a_second_step(name):
     setting = Setting(replace(CONFIG, layers=2), batch=2, seq_len=16)

@@ -51,6 +51,7 @@ def largest(tensors) -> float:
 # ------------------------------------------------------------------ values and gradients
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("tile", quick([16], [4, 16, 64]))
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
@@ -199,6 +200,7 @@ def test_backward_keeps_the_arguments_the_result_and_one_element_per_query(dtype
     assert kept == sorted([q_bytes, q_bytes, k_bytes, k_bytes, lse_bytes])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dropout", quick([0.1], [0.0, 0.1]))
 @pytest.mark.parametrize("kv_heads", quick([1], [4, 1]))
 @pytest.mark.parametrize("causal", [False, True])
@@ -251,6 +253,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", quick(CASES[2:4], CASES))
 def test_a_dry_run_has_the_same_peak_and_visits_fewer_tiles(case):
     of_tensors = {"queries", "keys", "heads", "kv_heads", "dtype", "width"}

@@ -200,6 +200,7 @@ def test_predictions_equal_a_step_by_step_simulation(stages):
 # ------------------------------------------------------------------ optimality
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 5, slow(6)])
 def test_the_tradeoffs_equal_brute_force_over_all_schedules(stages):
     """1000 random chains, each with every budget at once."""

@@ -597,6 +597,7 @@ def test_a_checkpoint_without_early_stop_changes_nothing(
 hashing = Checkpoint(check="hash", random=("torch", "python", "numpy"))
 
 
+@pytest.mark.few(29)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "instance_norm"])
 def test_values_are_the_same_in_both_runs(name: str) -> None:
     assert same(observed(CASES[name], hashing), observed(CASES[name], plainly))

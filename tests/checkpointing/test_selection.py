@@ -266,6 +266,7 @@ def test_an_index_used_for_writing_is_recomputed():
     assert count[aten.sort.default] + count[aten.argsort.default] + count[aten.sort.stable] == 1
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", KEEP)
 def test_a_retained_graph_goes_backward_twice_and_so_do_second_derivatives(name):
     """torch's selective checkpointing raises an error in both cases."""
@@ -280,6 +281,7 @@ def test_a_retained_graph_goes_backward_twice_and_so_do_second_derivatives(name)
     assert torch.autograd.gradgradcheck(partial(selective(KEEP[name]), cubes), x)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("outer", [checkpoint, selective(()), selective(MATMULS)])
 @pytest.mark.parametrize("inner", [checkpoint, selective(MATMULS), selective(everything)])
 def test_it_nests_with_itself_and_with_checkpoint_in_either_order(outer, inner):
@@ -300,6 +302,7 @@ def differentiated(fn):
     return derivative
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize("name", KEEP)
 @pytest.mark.parametrize("inner", [plain, checkpoint, selective(()), selective(everything)])
 def test_a_function_may_have_a_backward_pass_inside(name, inner):
@@ -525,6 +528,7 @@ def whole(fn):
     return announced
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("keep", [*KEEP.values(), {flash_attention}])
 def test_flash_attention_keeps_its_results_but_no_tiles(keep):
     """It replaces torch's operators with the same bytes."""
@@ -574,6 +578,7 @@ def test_flash_attention_is_one_operator_to_a_budget():
     check_every_budget(block, x)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
 @pytest.mark.parametrize("keep", [MATMULS, MATMULS | ATTENTION], ids=["forgotten", "kept"])
 def test_cudas_attention_kernels_are_recomputed_only_if_they_are_not_kept(keep, kernel):

@@ -1003,6 +1003,7 @@ def refused(run_in: Callable[..., object], folder: Path, lines: list[Line]) -> s
     return f"{len(bad)} of {len(lines)}:\n" + "\n".join(bad[:20]) if bad else ""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [60, slow(COUNT)])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_bad_line_is_refused_in_one_sentence_without_effects(
@@ -1293,6 +1294,7 @@ def refused_in_a_process(folder: Path, *line: str) -> None:
     assert files_below(folder) == before
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("line", [["mesure"], ["doctor", "\udcff"], ["plan", "--gpus", "\x1b[31m"]])
 def test_a_process_refuses_bad_input_like_the_function(folder, line):
     refused_in_a_process(folder, *line)

@@ -119,6 +119,7 @@ def interrupted_at(tmp_path):
 ENTRY_POINTS = (("-m", "memlab"), ("-c", "from memlab.__main__ import main; main()"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("entry", ENTRY_POINTS)
 @pytest.mark.parametrize(
     "arguments", [["doctor"], ["measure"], ["measure", "--help"], ["measure", "--script", "a.py:b"]]
@@ -135,6 +136,7 @@ def test_ctrl_c_while_the_command_line_is_imported_is_one_line(interrupted_at, e
     assert (status, out, err) == (130, "", "memlab: interrupted; nothing was written\n")
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full")
 @pytest.mark.parametrize("arguments", ["--help", "--version", "plan --gpu list", "doctor"])
 def test_a_full_disk_behind_the_output_is_one_line(arguments):

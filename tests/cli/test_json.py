@@ -82,6 +82,7 @@ def test_every_field_of_the_schema_is_explained_or_obvious(schema):
 # ------------------------------------------------------------------ plan
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "memory", "status", "verdict"),
     [
@@ -136,6 +137,7 @@ def test_a_plan_of_a_transformers_model_has_the_same_fields(
     assert found["bytes_as_it_is"] == (option["needed_bytes"] if verdict == "fits" else None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("memory", "status", "verdict"),
     [

@@ -128,12 +128,14 @@ def clock(monkeypatch):
 # ------------------------------------------------------------------ bytes
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", quick(FEW, TECHNIQUES))
 def test_a_row_has_the_trace_of_a_bare_loop(real_rows, name):
     bare = second_step(combined(name))
     assert without_numbers(real_rows[name].trace) == without_numbers(bare)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", quick(FEW, sorted(TECHNIQUES.keys() - THINNED)))
 def test_a_dry_row_has_the_trace_of_the_real_row(real_rows, dry_rows, name):
     assert without_numbers(dry_rows[name].trace) == without_numbers(real_rows[name].trace)
@@ -156,6 +158,7 @@ def test_a_gradient_kept_from_the_first_step_changes_the_trace():
     assert without_numbers(disturbed) != without_numbers(second_step(PLAIN))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["cuda", "cuda:hopper", "cuda:t4"])
 def test_a_dry_run_for_a_gpu_has_the_predicted_trace(target):
     setting = replace(TINY, device=target)

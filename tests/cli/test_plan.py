@@ -267,6 +267,7 @@ def build():
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("memory", "status", "words"),
     [
@@ -294,6 +295,7 @@ def test_a_margin_can_decide_whether_a_users_own_training_fits(memlab_command, t
     assert "layer.forward = partial(checkpoint, layer.forward)" in outcome.out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("memory", "is_tight"), [("8GiB", False), ("3400MiB", True)])
 def test_a_step_that_fits_only_with_an_emptied_cache_gets_a_remark(
     memory, is_tight, memlab_command, tmp_path

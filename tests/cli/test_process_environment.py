@@ -61,6 +61,7 @@ def test_a_script_that_closes_or_replaces_its_output_does_not_silence_memlab(tmp
     assert "peak 128 B in backward" in done.stdout
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("source", "words"),
     [

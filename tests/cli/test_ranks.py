@@ -165,6 +165,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_functions_rank_has_the_bytes_that_the_whole_script_has(tmp_path, memlab_command, device):
     (tmp_path / "train.py").write_text(FSDP2)

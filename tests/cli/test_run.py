@@ -134,6 +134,7 @@ def test_a_script_that_ends_early_is_measured_from_its_start(memlab_in, folder):
     assert outcome.out.startswith("train.py: step 1 (its only one), predicted for cuda")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
@@ -329,6 +330,7 @@ EVALUATED = """
     """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("gradients", "remedy"), [("True", "torch.no_grad() around it"), ("False", "batch to the CPU")]
 )

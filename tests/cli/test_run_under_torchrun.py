@@ -12,6 +12,7 @@ GPIPE = Path(__file__).parents[2] / "benchmarks" / "parallel" / "gpipe.py"
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("dies", "sentences"),
     [

@@ -159,6 +159,7 @@ def test_a_model_and_an_optimizer_may_be_none(memlab_command, script):
     assert memlab_command("measure", "--script", script(text)).status == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "lines",
     [
@@ -277,6 +278,7 @@ def test_a_step_that_allocates_nothing_is_named(usage_error, script):
 # ------------------------------------------------------------------ errors in the script
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -404,6 +406,7 @@ def test_a_dry_run_of_a_cuda_script_notes_the_kernels_it_counts(memlab_command, 
 MASKED = GOOD.replace("model(x).sum()", "model(x[torch.rand_like(x) > 0].view(-1, 8)).sum()")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     ("assume", "said"), [("most", "every element"), ("0.5", "a fraction of 0.5 of the elements")]

@@ -55,6 +55,7 @@ def bare_loop_losses(technique: str, steps: int) -> list[float]:
 # ------------------------------------------------------------------ output
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("technique", ["plain", "accumulation", "checkpointing+chunked-loss"])
 def test_the_losses_are_those_of_a_bare_loop_on_new_batches(memlab_command, technique):
     outcome = memlab_command("train", *SMALL, "--steps", "3", "--technique", technique)
@@ -283,6 +284,7 @@ def test_a_cap_outside_the_gpus_memory_is_refused(card, memory, message):
         memory_cap.choose_cap(memory, "cuda")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("more", "words"), [(1, "1 B more"), (-GIB, "1.00 GiB less")])
 def test_out_of_memory_on_a_gpu_says_by_how_much(card, more, words):
     setting = Setting("tiny", 2, 16, device="cuda")

@@ -81,6 +81,7 @@ def losses_of_one_process(ranks):
 # ------------------------------------------------------------------ the training
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [*(f"stage {stage}" for stage in range(4)), "accumulated"])
 def test_the_losses_are_those_of_one_process_with_the_batches_of_all_ranks(two, name):
     (status, out, err), _ = outcomes(two, name)
@@ -100,6 +101,7 @@ def test_only_rank_0_prints(two, name):
     assert second == (0, "", "")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("names", "dtype"), PEAKS)
 def test_a_real_rank_peaks_at_the_predicted_bytes(two, names, dtype, stage):
@@ -109,6 +111,7 @@ def test_a_real_rank_peaks_at_the_predicted_bytes(two, names, dtype, stage):
         assert rank["peaks"][names, stage] == trace.at_peak
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", range(4))
 def test_the_printed_peak_is_the_predicted_one(two, stage):
     [trace] = rank_step(setting_of("float32"), combined("plain"), 2, stage).traces

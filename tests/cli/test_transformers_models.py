@@ -76,6 +76,7 @@ def test_if_nothing_fits_the_status_is_one(config, memlab_command):
     assert "nothing fits; use a shorter sequence, a smaller batch or a larger GPU" in words
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "options", "assumed"),
     [

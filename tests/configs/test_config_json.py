@@ -213,6 +213,7 @@ def test_a_published_file_gives_the_published_parameter_count(name):
     assert config_from(fields).parameters == parameters
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_formula_counts_a_built_models_parameters(name):
     fields, parameters = PUBLISHED[name]

@@ -115,6 +115,7 @@ def misspellings(name: str, rng: random.Random) -> list[str]:
     return rng.sample(found, min(len(found), 16))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("vendor", ["NVIDIA", "AMD", "Intel", "Apple"])
 def test_a_suggestion_never_has_more_memory_than_the_gpu_that_was_misspelled(vendor):
     rng, tried, answered = random.Random(0), 0, 0

@@ -52,6 +52,7 @@ def operators(kernels: Kernels) -> dict[str, str]:
     return {event.operator: event.dtype for event in events if event.phase != "before"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("choice", "gone", "come"),
     [

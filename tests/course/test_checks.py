@@ -48,6 +48,7 @@ def leaving_nothing(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.few(2)
 @each_exercise
 def test_the_reference_passes(exercise, leaving_nothing):
     verdict = judge(exercise, exercise.reference)
@@ -59,6 +60,7 @@ def test_the_reference_passes(exercise, leaving_nothing):
 FIRST_OF_EACH_DAY = [exercise for exercise in EXERCISES if exercise.id.endswith(".1")]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "exercise", quick(FIRST_OF_EACH_DAY, EXERCISES), ids=lambda exercise: exercise.id
 )
@@ -79,6 +81,7 @@ def test_the_stub_is_not_attempted(exercise):
     assert judge(exercise, stub).status == NOT_ATTEMPTED
 
 
+@pytest.mark.few(1)
 @each_wrong_answer
 def test_a_named_wrong_answer_fails_with_its_own_remark_and_no_other(
     exercise, place, leaving_nothing
@@ -92,6 +95,7 @@ def test_a_named_wrong_answer_fails_with_its_own_remark_and_no_other(
     assert_a_sentence(wrong.remark)
 
 
+@pytest.mark.few(63)
 @each_exercise
 @together("given", [None, 0, -1, 1.5, "", (), {}])
 def test_a_constant_answer_fails_in_one_sentence(exercise, given):

@@ -75,6 +75,7 @@ def frozen_but(trained):
     return Plugs(change_model=change)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "trained", [range(1), range(2), range(1, 3), range(2, 4), range(4)], ids=str
 )

@@ -51,6 +51,7 @@ def test_the_reference_scaler_decides_as_torchs_gradscaler(case):
     assert list(scaler_steps(SCALER.reference, case)) == list(scaler_steps(TorchScaler, case))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("width", [2**-13, 2**-8])
 def test_narrow_noise_is_not_called_round_to_nearest(width):
     def narrow(numbers, generator):
@@ -123,6 +124,7 @@ def most_casts(trace):
     return max(accumulate(e.bytes if e.storage in made else 0 for e in trace.events))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_formula_of_a_policy_matches_the_meter(policy, tied):

@@ -107,6 +107,7 @@ def test_unequal_segments_hold_less_than_the_formula(blocks, segments):
     assert metered(blocks, segments) - formula < metered(1, 1) - (INPUT + BLOCK)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("blocks", [4, 12, 36])
 def test_no_other_number_of_equal_segments_has_a_lower_peak(blocks):
     peaks = {n: metered(blocks, n) for n in range(1, blocks + 1) if blocks % n == 0}

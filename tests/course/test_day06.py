@@ -41,6 +41,7 @@ pareto_front = given(6, "pareto_front")
 # ------------------------------------------------------------------ answers
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("answer", [lambda chain, budget: None, lambda chain, budget: (0, 1, 2, 3)])
 def test_a_missing_return_is_suggested_only_if_every_budget_gave_none(answer):
     suggested = "Is there a return?" in judge(BEST_SCHEDULE, answer).text

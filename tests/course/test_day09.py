@@ -73,6 +73,7 @@ def with_an_attribute(x):
     return codes
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("hide", "found"),
     [

@@ -37,6 +37,7 @@ def with_lse_of_blind_rows(number):
     return answer
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [0, 5, 1e30, -math.inf, math.nan])
 def test_the_lse_of_a_query_that_sees_nothing_must_be_infinite(number):
     verdict = judge(ATTEND, with_lse_of_blind_rows(number))
@@ -52,6 +53,7 @@ def test_a_plan_has_slices_of_ints_without_a_step(change):
     assert "wanted slices from one int" in judge(PLAN, lambda *given: of_tensors).text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_lists_and_tuples_are_accepted(kind):
     def rows(*given):
@@ -148,6 +150,7 @@ def kept_and_peak(attend_by, kv_heads=32, dtype=torch.bfloat16, T=8192):
     return forward.live_bytes, both.peak_bytes - dout.nbytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kv_heads", "mib"), [(32, 257), (8, 161)])
 def test_the_bytes_kept_of_a_7b_layer_match_the_formula(kv_heads, mib):
     formula = 8192 * ((2 * 4096 + 2 * kv_heads * 128) * 2 + 4 * 32)
@@ -165,6 +168,7 @@ def test_the_guides_256_mb_per_head_and_8_gb_per_layer_are_one_float32_matrix():
     assert 3 * 32 * one < peak - 3 * layer < 3 * 32 * one + 4 * layer
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_twice_the_length_keeps_twice_the_bytes(dtype):
     one, two = (kept_and_peak(flash_attention, dtype=dtype, T=T)[0] for T in (4096, 8192))

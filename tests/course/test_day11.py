@@ -75,6 +75,7 @@ def with_all_logits(hide):
     return HidesLogits.apply
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("hide", "found"),
     [
@@ -209,6 +210,7 @@ def learners_loss(add, multiply):
     return LearnersLoss.apply
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("answer", "remark"),
     [
@@ -334,6 +336,7 @@ def test_torchs_bfloat16_loss_is_wrong_by_a_tenth_and_the_lessons_is_exact():
     assert abs(chunked_loss(hidden, weight, targets, 64).item() - exact) < 1e-3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunk", [16, 32, 64, 128, 256])
 def test_the_loop_and_checkpointed_chunks_need_the_tables_bytes(chunk):
     """Below the width the peak is three times weight's gradient, after two log-softmaxes are freed.
@@ -375,6 +378,7 @@ def test_the_loss_of_llama_3_8b_is_three_float32_tensors_of_all_the_logits():
     assert 0 <= found - 12 * rows * vocab <= 16
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("rows", "to_float", "to_bfloat16"),
     [(512, 0.37, 0.37), (2048, 0.98, 0.50), (4096, 1.94, 0.97), (8192, 3.76, 1.88)],

@@ -75,6 +75,7 @@ def hiding(hide):
     return HidesWeights
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("hide", "found"),
     [
@@ -127,6 +128,7 @@ def test_gradients_kept_outside_of_tensors_are_found(hide):
     assert "bytes outside of tensors" in verdict.text
 
 
+@pytest.mark.few(1)
 @HIDDEN
 def test_weights_kept_outside_of_tensors_are_found(hide):
     def answer(comm, shards, xs, dy_of, sums):
@@ -174,6 +176,7 @@ def left_open(comm, shards, xs, dy_of, sums, *, forward, backward):
             del wholes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("forward", "backward", "found"),
     [

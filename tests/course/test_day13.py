@@ -25,6 +25,7 @@ agreed_steps, resharded, bytes_per_rank = (solution(f"13.{n}") for n in (3, 4, 5
 # ------------------------------------------------------------------ answers
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "keep",
     [

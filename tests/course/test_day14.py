@@ -165,6 +165,7 @@ def seven_b(layers, way):
 BLOCK = 202_383_360  # weights of one of Llama 2 7B's
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("way", "each"), [("nothing", 18), ("state", 4), ("state, gradients", 2), ("everything", 0)]
 )

@@ -35,6 +35,7 @@ LION_8_BIT = Optimizer(state_elements=1, state_itemsize=65 / 64, scratch=6.5, pi
 # ------------------------------------------------------------------ formulas against the meter
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("batch", "length", "moment"), [(1, 4, "optimizer"), (4, 64, "backward")])
 def test_the_peak_of_a_plain_step_matches_the_meter_to_the_byte(batch, length, moment):
     config = replace(PRESETS["tiny"], tied=False)

@@ -119,6 +119,7 @@ def sent_of(way: str, stage: int) -> int:
     }[way]
 
 
+@pytest.mark.few(1)
 @pytest.mark.distributed
 @pytest.mark.parametrize("way", ["one", "data", "tensor", "sequence", "context", "GPipe", "1F1B"])
 def test_a_rank_holds_and_sends_what_the_formulas_say(found, way):

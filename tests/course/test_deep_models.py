@@ -57,6 +57,7 @@ def bytes_of(trace):
     return [(e.bytes, e.category, e.operator, e.module, e.phase) for e in trace.events]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_three_and_four_blocks_give_the_trace_of_eight(how, layers):
     made, whole = dry_trace_of_blocks(DEEP, how), dry_trace(DEEP, how)

@@ -147,6 +147,7 @@ def keeping(answer, found):
 UNMEASURED = ("7.1", "7.2", "7.3", "7.4", "9.2", "9.4", "10.3", "17.2", "17.3", "19.1", "19.2")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("id_", [*UNMEASURED, "8.5", "13.4", "21.2", "21.3"])
 def test_a_copy_of_everything_in_a_list_is_refused(id_):
     exercise = exercise_of(id_)

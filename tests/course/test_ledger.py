@@ -73,6 +73,7 @@ def test_the_ledger_equals_the_meter_at_the_start_of_backward(config, batch, seq
     assert ledger.start_of_backward_terms(config, batch, seq_len) == measured
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("batch", "seq_len"), [(1, 64), (4, 64), (8, 33)])
 def test_with_many_tokens_the_peak_is_at_the_start_of_backward(batch, seq_len):
     trace = second_step(TINY, batch, seq_len)

@@ -70,12 +70,14 @@ def test_no_answer_stands_twice():
     assert [each for each, n in Counter(named + others).items() if n > 1] == []
 
 
+@pytest.mark.few(1)
 @each("right")
 def test_a_right_answer_written_differently_passes(row, change):
     verdict = verdict_on(row, change)
     assert verdict.status == OK, verdict
 
 
+@pytest.mark.few(6)
 @each("wrong")
 def test_a_wrong_answer_is_refused(row, change):
     """Without the search for the named mistake, which takes longer than the check."""
@@ -84,6 +86,7 @@ def test_a_wrong_answer_is_refused(row, change):
     assert verdict.status == WRONG
 
 
+@pytest.mark.few(1)
 @each("told")
 def test_a_verdict_says_what_is_wrong(row, change):
     verdict = verdict_on(row, change)
@@ -91,6 +94,7 @@ def test_a_verdict_says_what_is_wrong(row, change):
     assert joined(row["told"]) in str(verdict)
 
 
+@pytest.mark.few(1)
 @each("unnamed")
 def test_a_mistake_without_a_remark_gets_none(row, change):
     verdict = verdict_on(row, change)

@@ -26,6 +26,7 @@ WAYS = {  # with the number of elements if all, or half of them, are chosen
 }
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("assume", ["most", 0.5, "0.5"])
 def test_the_assumed_fraction_is_chosen(name, assume):

@@ -81,6 +81,7 @@ def of_tensors(trace: memlab.Trace) -> list[Event]:
     return [event._replace(storage=0) for event in renumbered(trace) if abs(event.bytes) > 16]
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("wrap", [ddp, zero, fsdp])
 def test_a_dry_run_equals_the_real_step(wrap):
@@ -97,6 +98,7 @@ def test_sharded_gradients_are_freed_by_zero_grad():
     assert of_tensors(dry) == of_tensors(real)
 
 
+@pytest.mark.few(4)
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("is_dry", [False, True])
 @pytest.mark.parametrize(("wrap", "copies"), [(ddp, 4), (zero, 4), (fsdp, 3)])
@@ -115,6 +117,7 @@ def test_fake_tensors_for_shape_inference_do_not_count():
         assert abs(first.peak_bytes - later.peak_bytes) <= 64
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("wrap", [ddp, zero, fsdp])
 def test_a_prediction_has_the_same_weights_and_states(wrap):

@@ -324,6 +324,7 @@ def test_a_checkpoint_is_not_overwritten(tmp_path):
 # ------------------------------------------------------------------ torch.cuda and other backends
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize(
     ("call", "answer"),
     [

@@ -37,6 +37,7 @@ def assert_a_dry_run_is_exact(build) -> None:
     assert renumbered(dry) == renumbered(real)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_layers": 2}, {"bias": False}])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_dry_run_of_a_recurrent_layer_is_exact(kind, options):

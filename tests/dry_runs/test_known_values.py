@@ -103,6 +103,7 @@ READS = {
 }
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("name", READS)
 def test_known_values_are_read(name):
     wanted = READS[name]()
@@ -320,6 +321,7 @@ def test_a_step_whose_sizes_come_from_known_values_is_exact(make):
     same_in_a_dry_run(make)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [(True,), (False,), (True, nn.LSTM)])
 def test_a_step_of_packed_sequences_is_exact(options):
     """Two operators have other names, because torch writes the lengths in C++."""

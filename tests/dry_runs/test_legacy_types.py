@@ -27,6 +27,7 @@ def predicted(make) -> Any:
     return found[0]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -85,6 +86,7 @@ def _defaults():
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.few(3)
 @pytest.mark.usefixtures("_defaults")
 @pytest.mark.parametrize("kind", ["torch.cuda.DoubleTensor", torch.cuda.DoubleTensor])
 @pytest.mark.parametrize(
@@ -119,6 +121,7 @@ def test_a_default_type_leaves_cpu_types_and_later_predictions_alone():
     assert torch.Tensor(2, 3).shape == (2, 3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor, torch.asarray])
 def test_values_are_on_the_device_of_the_context(make):
     def in_context():

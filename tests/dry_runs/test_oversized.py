@@ -13,6 +13,7 @@ def births(trace: memlab.Trace) -> list[int]:
     return [event.bytes for event in trace.events if event.bytes > 0]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "operator",
     [

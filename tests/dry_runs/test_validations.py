@@ -159,12 +159,14 @@ CHECKS_IN_OPERATORS = (  # fake operators do not raise, even for known values
 )
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("check", [*CHECKS, *CHECKS_IN_OPERATORS])
 def test_unknown_values_are_valid(check):
     with memlab.dry_run():
         check(torch.randn(5, 4))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("check", CHECKS)
 def test_known_values_are_checked(check):
     """They pass or fail as in a real run."""

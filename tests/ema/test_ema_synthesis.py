@@ -193,6 +193,7 @@ class OneHots(nn.Module):
             weight.zero_()[step - 1] = 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sigma", [0.03, 0.07, 0.2])
 def test_every_tensor_counts_each_step_alike(sigma, tmp_path):
     """Tensors of part of a chunk, of one chunk and more, and of several."""
@@ -213,6 +214,7 @@ def test_every_tensor_counts_each_step_alike(sigma, tmp_path):
         assert (tensor - wanted[:, None]).abs().max() < 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float16, "int8"])
 @pytest.mark.parametrize("batch", [1, 2, 4])
 def test_batches_of_tensors_give_the_same_bits(batch, dtype, tmp_path):
@@ -359,6 +361,7 @@ def buffers(folder, targets, out):
     return trace.peak_bytes - mapped - given
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("targets", [1, 4])
 @pytest.mark.parametrize("steps", [40, 50, 120])
 def test_the_buffers_are_a_chunk_per_width_and_eight_more(targets, steps, tmp_path):

@@ -253,6 +253,7 @@ def test_averages_on_the_cpu_take_no_memory_of_the_gpu():
     assert on_the_host.peak_bytes == 16 * 2**20
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sigmas", [(0.05, 0.10), (0.05, 0.10, 0.2)])
 def test_an_update_sends_the_weights_to_the_cpu_once_for_any_number_of_averages(sigmas):
     _, sent = predicted("cpu", sigmas=sigmas)

@@ -52,6 +52,7 @@ def recorded(name: str, share: float, stacks: str = "python") -> tuple[dict, str
     return record(script, int(peak_bytes(script) * share), stacks=stacks)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stacks", ["python", "all"])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_cause_of_a_snapshot_is_found(name, stacks):
@@ -63,6 +64,7 @@ def test_the_cause_of_a_snapshot_is_found(name, stacks):
     assert found.findings[0].evidence
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", quick(list(NEAR_MISSES)[1:6], NEAR_MISSES))
 def test_a_near_miss_has_another_cause(name):
     cause, share = NEAR_MISSES[name]
@@ -71,6 +73,7 @@ def test_a_near_miss_has_another_cause(name):
     assert explain_source(of_data(snapshot)).cause not in (cause, None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", quick(["large_batch", "generation"], SCRIPTS))
 def test_a_replay_with_the_recorded_settings_fails_at_the_same_request(name):
     snapshot, _ = recorded(name, SCRIPTS[name][1])
@@ -311,6 +314,7 @@ LOGS = (  # a log without checkpointing looks like a batch that is too large
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LOGS)
 def test_the_cause_of_a_log_is_found(name):
     cause, share = SCRIPTS[name]

@@ -11,6 +11,7 @@ from memlab.explain.rules import RULES
 CASES = {case["id"]: case for case in confidence.corpus()}
 
 
+@pytest.mark.few(87)
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_cause_of_a_public_report_is_right(name):
     case = CASES[name]
@@ -20,6 +21,7 @@ def test_the_first_cause_of_a_public_report_is_right(name):
 MOST_ROWS = 15  # of 80 columns; most answers have eight to eleven
 
 
+@pytest.mark.few(112)
 @pytest.mark.parametrize("name", CASES)
 def test_the_answer_to_a_public_report_fits_a_screen(name):
     rows = repr(explain_text(CASES[name]["log"])).splitlines()

@@ -161,6 +161,7 @@ def test_the_settings_of_a_snapshot_are_checked(tmp_path):
         explain(write(tmp_path / "snapshot", data))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -196,6 +197,7 @@ def test_a_pickle_that_takes_for_ever_to_load_is_refused(tmp_path, monkeypatch):
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 MiB\n"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("share", [0.01, 0.5, 1], ids=["start", "middle", "end"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le"])
 @pytest.mark.parametrize(

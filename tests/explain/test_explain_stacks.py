@@ -233,6 +233,7 @@ def test_an_old_block_as_large_as_cublas_workspace_is_one():
 # ------------------------------------------------------------------ torch's viewer
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stacks", ["python", "all"])
 @pytest.mark.parametrize("name", ["large_batch_gpt", "losses_kept", "fragmentation"])
 def test_bytes_and_peak_are_those_of_torchs_viewer(name, stacks):

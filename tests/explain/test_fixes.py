@@ -93,6 +93,7 @@ def no_gpu_is_asked(monkeypatch):
         monkeypatch.setattr(owner, name, MagicMock(spec=getattr(owner, name)))
 
 
+@pytest.mark.few(66)
 @pytest.mark.parametrize("name", PYTHON)
 def test_the_python_of_a_remedy_runs(name, tmp_path, monkeypatch, no_gpu_is_asked):
     framework, code = PYTHON[name]

@@ -61,6 +61,7 @@ def offloaded() -> AbstractContextManager:
     return offloaded_activations(HostStore(), minimum=1)
 
 
+@pytest.mark.few(51)
 @every_layer
 def test_offloading_does_not_change_the_gradients_of_a_layer(name):
     wanted = gradients(name)
@@ -81,6 +82,7 @@ CHECKPOINTS = {
 }
 
 
+@pytest.mark.few(20)
 @every_layer
 def test_a_checkpoint_does_not_change_the_gradients_of_a_layer(name):
     wanted = gradients(name)
@@ -88,6 +90,7 @@ def test_a_checkpoint_does_not_change_the_gradients_of_a_layer(name):
         assert same(gradients(name, run=run), wanted), kind
 
 
+@pytest.mark.few(51)
 @every_layer
 def test_compression_rounds_each_saved_tensor_of_a_layer_by_less_than_a_step(name):
     inner = None

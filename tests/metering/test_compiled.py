@@ -121,6 +121,7 @@ COMPILED_STEPS = quick(
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("build", COMPILED_STEPS)
 def test_every_allocation_equals_the_compiled_codes(build):
     step, model, optimizer = compiled(build)
@@ -146,6 +147,7 @@ def test_compiled_buffers_have_categories():
     assert trace.at_peak["inputs"] == 512 * 32 * 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("build", [pointwise, graph_break])
 def test_compiling_during_a_measurement_does_not_change_it(build):
     torch._dynamo.reset()
@@ -156,6 +158,7 @@ def test_compiling_during_a_measurement_does_not_change_it(build):
     assert first.peak_bytes == later.peak_bytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("build", COMPILED_STEPS)
 def test_a_dry_run_counts_every_allocation_of_compiled_code(build):
     step, model, optimizer = compiled(build)

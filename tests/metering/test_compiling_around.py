@@ -74,6 +74,7 @@ def fresh():
     torch._dynamo.reset()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tool", TOOLS)
 def test_models_compiled_before_inside_and_after_have_gradients_of_uncompiled_ones(tool):
     wanted = [p.grad for p in trained(compiled=False)[0].parameters()]
@@ -94,6 +95,7 @@ def test_models_compiled_before_inside_and_after_have_gradients_of_uncompiled_on
         check(trained()[0].parameters())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tool", [with_measure, with_meter, with_budget])
 def test_models_train_after_the_first_one_was_compiled_inside(tool):
     torch.ops.aten.linear.default._dispatch_cache.clear()  # as in a new process
@@ -102,6 +104,7 @@ def test_models_train_after_the_first_one_was_compiled_inside(tool):
     assert all(p.grad is not None for p in trained()[0].parameters())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_compiled_step_leaves_nothing_of_memlab_compiled(tool):
     _, step = trained()

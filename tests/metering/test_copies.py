@@ -233,6 +233,7 @@ def scratch(run: Callable[[], Any]) -> tuple[int, int, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.searchsorted..:UserWarning")
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernels_copies_are_its_scratch_beyond_that_for_dense_inputs(name):
     """By peak, or by sum if other scratch has its peak at another time."""

@@ -910,6 +910,7 @@ REAL_STEPS = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", REAL_STEPS)
 def test_in_a_real_step_every_block_is_a_storages_or_scratch(name):
     changes, stats = profiled_second_step(name)

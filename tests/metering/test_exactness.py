@@ -38,6 +38,7 @@ def second_step(name: str) -> Trace:
     return memlab.measure(step, model=model, optimizer=optimizer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", quick(QUICK, EXACT))
 def test_the_meter_equals_a_recording_without_it(name):
     """Allocations are exactly the operators' results; the peak and the live bytes are equal."""
@@ -58,6 +59,7 @@ def test_a_sum_of_gradients_at_the_very_end_of_backward_is_exact():
     assert comparison.exact, comparison
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", quick(QUICK, [name for name in EXACT if name != "lstm"]))
 def test_with_kernel_scratch_the_peak_is_the_real_peak(name):
     """Except `lstm`: Python frees 160 bytes near its peak in another order under the meter."""
@@ -70,6 +72,7 @@ def test_with_kernel_scratch_the_peak_is_the_real_peak(name):
     assert whole.live_bytes == before + recording.live_bytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:cov.*degrees of freedom")  # it reads their number
 @pytest.mark.parametrize("name", quick(QUICK, NOT_REFUSED))
 def test_a_dry_run_equals_the_real_run(name):
@@ -119,6 +122,7 @@ SAME_FORMULAS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", OTHER_FORMULAS | SAME_FORMULAS)
 def test_a_note_names_a_gradient_that_is_computed_differently_under_the_meter(name):
     """The note exists exactly if the meter and a recording differ."""

@@ -414,6 +414,7 @@ def test_a_comparison_prints_the_differences() -> None:
 # ------------------------------------------------------------------ the kinds of steps
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", quick(list(KINDS)[1::32], KINDS))
 def test_a_rebuilt_kind_has_the_same_recording(name: str) -> None:
     def events() -> list[tuple[int, str, str]]:

@@ -154,6 +154,7 @@ def test_weights_do_not_change_when_stepping_in_backward(store):
     assert same(weights_of(streamed, ours), plain.parameters())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("dtype", quick([torch.float32], [torch.float32, torch.bfloat16]))
 def test_weights_do_not_change_with_an_offloaded_optimizer(store, dtype, gradients):
@@ -603,6 +604,7 @@ def test_a_store_that_fails_leaves_the_model_as_it_was():
     assert same(model.state_dict().values(), small().state_dict().values())
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's
 @pytest.mark.parametrize("kind", [HostStore, DiskStore])
 def test_a_compiled_model_can_be_streamed(kind):

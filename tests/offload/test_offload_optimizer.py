@@ -104,6 +104,7 @@ def test_a_sub_group_is_within_one_group_and_within_the_limit_unless_one_weight_
 # ------------------------------------------------------------------ values
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", quick(list(OPTIMIZERS)[::3], OPTIMIZERS))
 def test_weights_do_not_change_with_clipping_accumulation_and_schedules(name, place):
@@ -189,6 +190,7 @@ def test_torchs_gradient_scaler_accepts_it():
 # ------------------------------------------------------------------ states
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["AdamW, all at once", "SGD with momentum", "Adam8bit"])
 @pytest.mark.parametrize("place", quick(["all"], ["state", "all"]))
 def test_state_dicts_are_interchangeable_with_the_inner_optimizer(name, place):

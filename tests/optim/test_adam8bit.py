@@ -128,6 +128,7 @@ def test_bitsandbytes_state_matches_the_same_formula(size):
     assert sum(tensor.nbytes for tensor in tensors) == state_bytes(size)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("dtype", "rounding"),
     [(torch.float32, "nearest"), (torch.bfloat16, "nearest"), (torch.bfloat16, "stochastic")],
@@ -278,6 +279,7 @@ def test_gradients_made_for_long_steps_exceed_exact_adams_bound_less_than_twice(
     assert 7.27 < longest < 2 * 7.27
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gradients", [rare_gradients, growing_gradients])
 def test_steps_of_a_long_run_with_nearest_codes_are_unbounded(gradients):
     _, longest = steps_of(NaiveAdam8bit, 2.0, 500, values=4096, gradients=gradients)

@@ -568,6 +568,7 @@ def events_of(trace: Trace) -> list[tuple]:
     return [(event.bytes, event.category, event.phase) for event in trace.events]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("cls", OURS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_dry_step_has_the_events_of_the_real_one(cls, dtype):
@@ -578,6 +579,7 @@ def test_a_dry_step_has_the_events_of_the_real_one(cls, dtype):
     assert events_of(dry) == events_of(real)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("cls", OURS)
 def test_a_dry_step_of_many_chunks_has_the_bytes_of_the_real_one(cls):
     """It runs the first two chunks and the last; the others allocate the same bytes."""

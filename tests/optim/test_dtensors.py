@@ -28,6 +28,7 @@ def mesh_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
     return run_ranks(results_of_a_mesh, 4, str(folder), timeout=TIME_OUT)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["steps", "in host memory"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_of_uneven_shards_is_the_unsharded_step(name, kind, ranks):
@@ -36,6 +37,7 @@ def test_a_step_of_uneven_shards_is_the_unsharded_step(name, kind, ranks):
         assert rank[kind][name]["as the whole"] or name in ONLY_AS_SHARDS
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_over_a_mesh_is_the_unsharded_step(name, mesh_ranks):
     for rank in mesh_ranks:

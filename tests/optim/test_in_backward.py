@@ -112,6 +112,7 @@ def one_weight(*shape: int) -> tuple[nn.Parameter, InBackward]:
 # ------------------------------------------------------------------ values
 
 
+@pytest.mark.few(7)
 @each_optimizer
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_are_bitwise_equal_to_ordinary_steps(make, tied):
@@ -340,6 +341,7 @@ def of_the_embeddings_shape(event) -> bool:
     return is_new and event.shape == (TINY.vocab_size, TINY.hidden_size)
 
 
+@pytest.mark.few(4)
 @some_optimizers
 @pytest.mark.parametrize("tied", quick([True], [True, False]))
 def test_peak_gradient_bytes_are_those_of_the_largest_weight(make, tied):
@@ -376,6 +378,7 @@ def test_the_meter_attributes_state_created_in_backward_to_the_optimizer():
     assert "backward" in phases[phases.index("optimizer") :]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [adamw, OPTIMIZERS["Adam8bit"]], ids=["torch", "memlab"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_meter_matches_the_allocator(make, tied):
@@ -387,6 +390,7 @@ def test_the_meter_matches_the_allocator(make, tied):
     assert compare(trace, record(step, warm_up=step)).exact
 
 
+@pytest.mark.few(1)
 @some_optimizers
 def test_a_dry_run_counts_the_same_bytes(make):
     real = second_step(make, in_backward=True)

@@ -135,6 +135,7 @@ def equal(found, expected):
     return all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ORDERS)
 def test_losses_and_gradients_are_those_of_one_process_bit_for_bit(stages, one, name):

@@ -18,6 +18,7 @@ def recipe_of(techniques: str) -> Recipe:
 
 
 # Of 80 predictions on a full card those with the largest gaps.
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("techniques", "batch", "card_bytes", "gap"),
     [

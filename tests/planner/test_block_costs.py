@@ -120,6 +120,7 @@ ONE_GPT = [  # stands for all GPTs in a quick run
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [(1, 3), slow(((4, 48),))])
 @pytest.mark.parametrize("name", ONE_GPT)
 def test_the_predicted_peak_equals_the_measured_peak(name, shape):

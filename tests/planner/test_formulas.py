@@ -88,6 +88,7 @@ def test_the_formula_knows_that_a_t4_stores_the_scores_of_bfloat16(recipe, kv_he
     assert abs(error(config, recipe, 4, 1_024, "cuda:t4")) < 0.05
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kv_heads", [2, 8])
 def test_the_formula_of_selective_checkpointing_leaves_out_the_mlps_output(kv_heads):
     recipe = Recipe(checkpointing="selective-checkpointing")
@@ -172,6 +173,7 @@ def test_ranks_hold_zeros_model_states(stage):
     assert states == pytest.approx(wanted + gathered, abs=16)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("stage", "tolerance"), [*map(slow, [(0, 0.02), (1, 0.02)]), (2, 0.05), (3, 0.07)]
 )
@@ -277,6 +279,7 @@ def test_adapters_on_attention_alone_save_no_input_of_the_mlp():
 # ------------------------------------------------------------------ optimizers of matrices
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["muon", "galore", "apollo-mini"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_state_of_an_optimizer_of_matrices_is_that_of_a_step(name, lora):

@@ -250,6 +250,7 @@ def with_the_attempt(attempt, made=build):
     return list(model.parameters())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("made", [build, partial(in_groups, betas=(0.8, 0.95), weight_decay=0.3)])
 @pytest.mark.parametrize("number", range(len(ORDER)))
 def test_an_attempts_code_equals_the_attempt(number, made):

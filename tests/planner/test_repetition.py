@@ -63,6 +63,7 @@ def numbered_by_age(trace: Trace) -> list[Event]:
     return [renumbered(event) for event in (*trace.history, *trace.events)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("device", "names"), CASES)
 def test_an_extrapolated_trace_equals_the_deep_models(device, names):
     made = extrapolate(run(device, names, FEWER), run(device, names, MORE), MORE, DEEP)

@@ -211,6 +211,7 @@ def test_each_step_starts_a_new_count():
 ATTEMPTS = (AS_IT_IS, *attempts(places_of(*build()[1:])))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("attempt", ATTEMPTS, ids=lambda attempt: attempt.name)
 def test_counting_does_not_change_a_steps_bytes(attempt):
     _, counted = roofline_of(attempt.applied, CARD)

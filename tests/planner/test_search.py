@@ -60,6 +60,7 @@ def test_recipes_of_one_kind_train_the_same():
         assert {recipe.learned for recipe in recipes(learned, sequences=4)} == {learned}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "adam8bit", "adam-mini", "lion8bit"])
 def test_several_ranks_only_get_optimizers_that_zero_can_shard(optimizer):
     learned, tiny = Recipe(optimizer=optimizer), PRESETS["tiny"]

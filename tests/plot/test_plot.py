@@ -492,11 +492,13 @@ def pictures():
         yield pytest.param(lambda traces=traces: breakdown(traces, title=long * 2), id=name)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("draw", list(pictures()))
 def test_no_texts_overlap(draw):
     check_that_no_texts_overlap(draw())
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("draw", list(pictures()))
 def test_every_text_is_on_the_page(draw):
     check_that_every_text_is_on_the_page(draw())

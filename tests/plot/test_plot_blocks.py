@@ -484,6 +484,7 @@ def test_wasted_bytes_are_at_the_end_of_a_block():
     ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("count", [20, 200, 20_000])
 def test_many_segments_fill_the_available_rows(count):
     layout = lay_out([segment(n * GIB, 20 * MIB, "large") for n in range(count)])

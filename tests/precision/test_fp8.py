@@ -421,6 +421,7 @@ HIDDEN = SMALL.intermediate_size
 WEIGHTS = C * Q + 2 * C * K + Q * C + 3 * C * HIDDEN
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("way", "kept"),
     [
@@ -541,6 +542,7 @@ def test_bad_input_is_one_sentence(call, message):
         call()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_learns_nearly_as_without_fp8(way):
     """Fifteen steps: the loss falls by a nat at least, to within 3 % of float32's."""
@@ -598,6 +600,7 @@ def predicted(way: str | None, layers: int) -> int:
     return new_bytes(memlab.predict(build))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("way", "copies", "weights"),
     [("tensor", 4, 0), ("own", 7, 0), ("kept", 4, 7), ("block", 4, 0)],

@@ -12,6 +12,7 @@ from memlab.model import PRESETS
 benchmark = script("precision")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_bytes_of_a_policy_equal_the_formula(policy):
     wanted = held_bytes(PRESETS["tiny"], policy)

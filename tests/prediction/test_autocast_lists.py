@@ -88,6 +88,7 @@ DTYPES = {  # the result's dtype for bfloat16 and for float32 inputs
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("case", DTYPES)
 def test_results_have_cudas_dtypes(case, mode):
@@ -104,6 +105,7 @@ def test_results_have_cudas_dtypes(case, mode):
     assert got == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_inference_allocates_the_same_bytes_in_either_mode(mode):
     def step(mode):
@@ -160,6 +162,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cache_enabled", [True, False])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("weight", quick(["a parameter", "frozen"], WEIGHTS))

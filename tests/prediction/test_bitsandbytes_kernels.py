@@ -113,6 +113,7 @@ def test_the_library_is_unchanged_after_a_prediction():
 # ------------------------------------------------------------------ empty_cache
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("empties", [False, True])
 @pytest.mark.parametrize("module", [torch.cuda, torch.accelerator])
 def test_a_prediction_empties_the_cache_where_the_script_does(module, empties):
@@ -173,6 +174,7 @@ def lora(layers, **quantization):
 WEIGHTS = 2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256  # of one layer
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore")  # of transformers, about its next version
 @pytest.mark.parametrize(
     ("dtype", "quantization"),

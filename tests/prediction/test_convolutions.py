@@ -118,6 +118,7 @@ def test_allocated_and_reserved_both_count_the_workspace():
     assert memory.reserved_peak_bytes >= memory.allocated_peak_bytes
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kernel", "options"),
     [

@@ -48,6 +48,7 @@ def _with_or_without_a_driver(request, monkeypatch):
     monkeypatch.setattr(torch.cuda.memory, "reset_peak_memory_stats", fail)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("_with_or_without_a_driver")
 @together(
     ("ask", "answer"),
@@ -121,6 +122,7 @@ def test_a_gpu_without_cuda_has_its_own_name_and_memory():
     assert (card.major, card.minor, card.multi_processor_count) == (8, 0, 108)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("device", "native"), [("cuda:t4", False), ("cuda:rtx3060", True)])
 def test_bfloat16_is_emulated_before_ampere(device, native):
     assert heard(lambda: torch.cuda.is_bf16_supported(), device)

@@ -75,6 +75,7 @@ def building(name, device="cuda"):
     return build
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_fake_kernel_may_make_its_result_in_any_way(library, way):
     define(library, "plain", torch.empty_like)
@@ -85,6 +86,7 @@ def test_a_fake_kernel_may_make_its_result_in_any_way(library, way):
     )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_dry_run_calls_the_same_fake_kernels(library, way):
     define(library, "other", WAYS[way])
@@ -95,6 +97,7 @@ def test_a_dry_run_calls_the_same_fake_kernels(library, way):
     assert dry.peak_bytes == memlab.measure(step, model=model).peak_bytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["empty_like", "empty", "zeros_like", "full_like", "new_empty"])
 def test_a_meta_kernel_may_make_its_result_like_its_argument(library, way):
     define(library, "plain", torch.empty_like)

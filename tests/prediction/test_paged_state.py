@@ -32,6 +32,7 @@ def paged_notes(trace):
     return [note for note in trace.notes if "paged" in note]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_paged_state_is_not_on_the_device_and_a_note_has_its_bytes(kind):
     plain, paged = predicted(kind), predicted(f"Paged{kind}")

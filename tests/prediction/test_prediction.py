@@ -160,6 +160,7 @@ def whole_run(build, steps: int):
     return lambda: (run, None, None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_reserved_memory_includes_earlier_steps(steps):
     build = eager_training("cuda")
@@ -247,6 +248,7 @@ def ctc_with_lengths_on_the_cpu(x, labels):
 LOSSES = [one_hot_of_a_cuda_tensor, ctc_with_lengths_on_the_cpu, F.multi_margin_loss]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_losses_of_cuda_tensors_stay_on_cuda(loss):
     def build(device="cuda"):
@@ -268,6 +270,7 @@ def test_cpu_tensors_do_not_count_but_their_copies_on_cuda_do():
     assert births(predicted(step)) == [(2560, "float32"), (2560, "float32")]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "moved",
     [
@@ -287,6 +290,7 @@ def test_every_way_to_move_a_tensor_copies_it_once(moved):
     assert births(predicted(step)) == [(4, "float32"), (400, "float32")]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "make",
     [
@@ -418,6 +422,7 @@ def test_without_a_matmul_there_is_no_workspace():
     assert "workspace" not in predicted(lambda device: torch.zeros(9, device=device) * 2).at_end
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("device", "mib"),
     [("cuda:t4", 8.125), ("cuda:hopper", 32), ("cuda:h100", 32), ("cuda:8.6", 8.125)],
@@ -750,6 +755,7 @@ def transformed(kind: str):
     return build
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")  # by torch's forward mode
 @pytest.mark.parametrize(
     "kind",

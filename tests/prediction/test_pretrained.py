@@ -91,11 +91,13 @@ def expected():
     return memlab.predict(training(from_config))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", LOADERS)
 def test_a_loaded_model_takes_the_bytes_of_one_from_its_config(folder, expected, how):
     assert_same_step(memlab.predict(training(lambda: LOADERS[how](folder))), expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["cuda()", "device_map=auto"])
 def test_a_folder_of_shards_takes_the_same_bytes(tmp_path, expected, how):
     saved(tmp_path, max_shard_size="500KB")
@@ -131,6 +133,7 @@ def test_weights_can_be_cast_while_they_are_loaded(folder, expected):
     assert twice == 2 * expected.at_peak["parameters"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["cuda()", "device_map=auto"])
 def test_weights_in_a_bin_file_take_the_same_bytes(folder, tmp_path, expected, how):
     shutil.copy(folder / "config.json", tmp_path)
@@ -196,6 +199,7 @@ def lora(folder, **options):
     return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["q_proj"])).train()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("dtype", "stored", "bits"),
     [
@@ -217,6 +221,7 @@ def test_weights_are_quantized_from_a_folder_as_from_tensors(folder, dtype, stor
     assert born(trace.events) == born(expected.events)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "bits", [{"load_in_4bit": True, "bnb_4bit_use_double_quant": True}, {"load_in_8bit": True}]
 )

@@ -56,6 +56,7 @@ def test_many_outputs_need_no_second_block():
     assert reduction_bytes((8192, 2**20), (2**20, 1), [0], 4, multiprocessors=1) == ()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("reduce", "accumulator_bytes"),
     [
@@ -116,6 +117,7 @@ def softmax_scratch(function, *, forward_strides=(1024, 64, 1), expanded=False) 
 SCORES = 4 * 2 * 16 * 64
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_softmax_backward_multiplies_gradient_and_output_first(dim):
     assert softmax_scratch(lambda x: x.softmax(dim)) == [SCORES]
@@ -642,6 +644,7 @@ COPIES = {  # operator: (a call, the bytes of its scratch), each measured on an 
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", COPIES)
 def test_a_kernel_copies_what_it_cannot_read_in_place(name):
     call, expected = COPIES[name]

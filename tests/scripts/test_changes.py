@@ -87,6 +87,7 @@ def outcome(tmp_path, monkeypatch):
     return run_with
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", OWN)
 def test_a_change_from_outside_has_the_peak_of_the_scripts_own(outcome, name):
     loss = {} if name == "bfloat16 autocast" else {"LOSS_OF": CROSS_ENTROPY}
@@ -109,6 +110,7 @@ def test_a_change_acts_from_the_first_step_on(tmp_path, monkeypatch):
     assert reserved(CHANGE_OF["bfloat16 autocast"]) == own < reserved()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_a_fused_optimizer_from_outside_has_the_peak_of_the_scripts_own(
     tmp_path, monkeypatch, optimizer

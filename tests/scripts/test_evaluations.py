@@ -47,6 +47,7 @@ def outcome(tmp_path, monkeypatch):
     return outcome
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gradients", [True, False])
 def test_the_peak_is_in_the_evaluation(outcome, gradients):
     found = outcome(f"train(64); evaluate(4096, {gradients})")
@@ -63,6 +64,7 @@ def test_a_small_evaluation_has_its_own_peak(outcome):
     assert found.trace.peak_bytes > 8 * 4096 * 64 * 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "training",
     [

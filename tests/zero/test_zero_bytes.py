@@ -66,6 +66,7 @@ def most(trace: Trace, category: str) -> int:
 # ------------------------------------------------------------------ memory
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("ranks", quick([1, 2], [1, 2, 5]))
 def test_every_rank_stores_what_the_formula_says_with_padding(ranks, stage):
@@ -190,6 +191,7 @@ def test_below_stage_3_nothing_is_gathered(stage):
 # ------------------------------------------------------------------ traffic
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("micro", quick([2], [1, 2]))
 @pytest.mark.parametrize("stage", quick([1, 3], STAGES))
 @pytest.mark.parametrize("ranks", quick([2], [1, 2, 5]))
@@ -202,6 +204,7 @@ def test_every_rank_sends_what_the_ring_formula_says(ranks, stage, micro):
         assert traffic.model_elements() == expected // FLOAT
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("stage", "calls"),
     [
@@ -259,6 +262,7 @@ def alone(ranks: int, stage: int, config=TIED, **settings):
         return zero.step([(tokens, tokens.clone())], sum_of_losses)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", quick([1, 3], STAGES))
 @pytest.mark.parametrize("ranks", quick([3], [1, 3]))
 def test_one_rank_on_fake_tensors_stores_and_sends_what_a_real_one_does(ranks, stage):

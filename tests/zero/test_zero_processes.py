@@ -122,6 +122,7 @@ def metered(stage, overlap):
     return zero.weights(), step
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
 def test_two_ranks_have_the_weights_of_the_simulation_bit_for_bit(two, how):
     """All ranks start from rank 0's values, although rank 1's model has other ones."""
@@ -178,6 +179,7 @@ def wide(stage, overlap):
     return step.traces
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_without_overlap_the_peak_equals_the_simulations(two, stage):
     for rank, trace in zip(two, wide(stage, False), strict=True):
@@ -185,6 +187,7 @@ def test_without_overlap_the_peak_equals_the_simulations(two, stage):
         assert rank["wide"][stage, False]["at_peak"] == trace.at_peak
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_overlap_costs_a_prefetched_unit_and_a_pending_bucket(two, stage):
     """The peak of stage 3 is in the largest unit's backward.
@@ -199,6 +202,7 @@ def test_overlap_costs_a_prefetched_unit_and_a_pending_bucket(two, stage):
         assert rank["wide"][stage, True]["at_end"] == trace.at_end
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("how", HOW)
 def test_accumulated_and_clipped_steps_agree_within_float64(two, how):
     """Every token counts the same on every rank, and the norm is over all shards."""
