@@ -107,7 +107,6 @@ def test_a_four_bit_step_on_a_t4_is_allocated_within_two_thousandths(predicted):
     assert abs(predicted("SmolLM2-135M, sdpa, nf4, 2 × 512").allocated_error) < 2e-3
 
 
-<<<<<<< HEAD
 COMPILED = (  # with the largest error of allocated memory
     ("compiled, checkpointed, NVIDIA H200", 1e-3),
     ("compiled, large vocabulary, autocast bf16, NVIDIA H200", 1e-3),
@@ -130,7 +129,8 @@ def test_processes_import_the_measured_torch():
         pytest.skip("run make evidence first")
     with predictions.importing("torch", 1) as processes:
         assert processes.submit(eval, "__import__('torch').__version__").result()[:4] == "2.11"
-=======
+
+
 KERNELS = (
     "geglu, liger, backward, T = 1024, a100-80",
     slow("rope, huggingface, full, T = 1024, a100-80"),
@@ -145,7 +145,6 @@ def test_a_kernel_of_liger_is_predicted_to_the_byte_by_its_own_python_code(predi
     row = predicted(name)
     assert row.allocated_error == 0
     assert reasons.reason(row) == "exact"
->>>>>>> 44f672a (Evidence: 150 rows of Liger-Kernel's benchmarks, 137 to the byte; the JSON validator's grammars and the lengths of functions are read once, not in each test process)
 
 
 # ------------------------------------------------------------------ summary
@@ -175,7 +174,6 @@ def test_a_summary_has_the_spread_of_each_kind_figure_and_estimator():
     assert found["transformer, reserved, all rows"]["worst"] == pytest.approx(1)
 
 
-<<<<<<< HEAD
 def test_rows_without_reserved_memory_have_no_error_of_it():
     rows = [a_row("compiled", 110, measured=None, allocated=100)]
     assert page.summary(rows) == {
@@ -186,7 +184,8 @@ def test_rows_without_reserved_memory_have_no_error_of_it():
         "allocated": {"rows": 1, "lowest": 0, "highest": 0},
         "reserved": {"rows": 1, "lowest": -0.1, "highest": 0},
     }
-=======
+
+
 def test_rows_whose_reserved_memory_was_not_measured_are_summarized_by_allocated_memory():
     row = a_row("Liger kernel", 110, measured=None, allocated=80)
     assert page.summary([row]) == {
@@ -194,7 +193,6 @@ def test_rows_whose_reserved_memory_was_not_measured_are_summarized_by_allocated
     }
     assert "| a model | Liger kernel | 1 | 25.00% | – | – |" in page.by_model_table([row])
     assert row.error == 0.25
->>>>>>> 44f672a (Evidence: 150 rows of Liger-Kernel's benchmarks, 137 to the byte; the JSON validator's grammars and the lengths of functions are read once, not in each test process)
 
 
 def test_the_95th_percentile_covers_19_of_20_rows():
