@@ -27,13 +27,6 @@ NOT_RUN = {
     "source .venv/bin/activate": "each command finds this environment's programs first",
     "make": "sets up and runs these tests; `make -n` proves that the target is there",
 }
-# What is added to a command that takes minutes, and why.
-SHORTENED = {
-    "memlab measure --model 124m --dry-run --device cuda": (
-        " --technique checkpointing",
-        "test_savings predicts every row, of a smaller model",
-    ),
-}
 OUTPUT = re.compile(r"^```sh\n([^\n]+)\n```\n\n```\n(.*?)^```$", re.M | re.S)
 FENCE = re.compile(r"^ *```(\S*)[^\n]*\n(.*?)^ *```$", re.M | re.S)
 NAMES_OF_SHELLS = {"bash", "shell", "zsh", "fish", "shell-session", "powershell"}
@@ -74,11 +67,6 @@ def starts_with(command: str, *beginnings: str) -> bool:
 
 def to_run(markdown: str) -> list[str]:
     return [command for command in commands(markdown) if not starts_with(command, *NOT_RUN)]
-
-
-def shortened(command: str) -> str:
-    more, _ = SHORTENED.get(command, ("", ""))
-    return command + more
 
 
 def make_targets(markdown: str) -> list[str]:
@@ -145,17 +133,13 @@ SLOW = (
     [slow(command) if command.startswith(SLOW) else command for command in to_run(ALL)],
 )
 def test_each_command_runs_and_prints_what_is_shown(command, copy_of_the_repository):
-    printed = run(["sh", "-c", shortened(command)], copy_of_the_repository)
+    printed = run(["sh", "-c", command], copy_of_the_repository)
     shown = [outputs(page).get(command, "") for page in PAGES.values()]
     assert all(text in re.sub(r" +$", "", printed, flags=re.M) for text in shown)
 
 
 def test_outputs_that_are_shown_are_of_commands_that_run():
     assert outputs(ALL).keys() <= set(to_run(ALL))
-
-
-def test_what_is_shortened_is_still_there():
-    assert SHORTENED.keys() <= set(to_run(ALL))
 
 
 @pytest.mark.parametrize("command", make_targets(ALL))

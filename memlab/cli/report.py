@@ -74,6 +74,7 @@ def of_result(found: Result, *, everything: bool) -> Iterator[str | Table]:
         yield table(predicted)
         yield ""
         sentences += (*failures(predicted), *legend(predicted), *notes(predicted[0]))
+    sentences = list(dict.fromkeys(sentences))
     few = sentences if everything else sentences[:FOOTNOTES]
     yield from map(paragraph, few)
     if more := len(sentences) - len(few):
