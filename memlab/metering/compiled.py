@@ -3,8 +3,8 @@
 Under a dispatch mode Dynamo runs a function uncompiled, unless the mode opts out with
 `ignore_compile_internals`. The meter needs two more steps:
 
-1. Compiled code guards on global module hooks, so the meter's hooks would trigger a recompilation.
-   They are removed while Dynamo compiles and while compiled code runs.
+1. Compiled code guards on global module hooks, so memlab's hooks would break the graph in each
+   module. They are removed while Dynamo compiles and while compiled code runs (`runs_reported`).
 2. Inductor allocates its buffers with functions such as `empty_strided_cpu`, which bypass the
    dispatcher. These functions are wrapped, in code loaded now or later. Matmuls and other operators
    that Inductor leaves to torch still pass the dispatcher.
@@ -40,21 +40,14 @@ class CompiledCode:
 
     def __init__(self, on_buffer: Callable[[Tensor], None], on_run: Callable[[bool], None]) -> None:
         self._on_buffer, self._on_run = on_buffer, on_run
-        self._is_compiling = False
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        if (eval_frame := sys.modules.get(EVAL_FRAME)) is None:
+        if (guards := sys.modules.get(GUARDS)) is None:
             yield  # Dynamo is not imported
             return
-        guards, converter = sys.modules[GUARDS], sys.modules[CONVERT_FRAME].CatchErrorsWrapper
         allocators = [name for name in dir(guards) if name.startswith(f"_{_ALLOCATE}")]
         replacements = {
-            # Dynamo calls this before and after compiled code. With the meter's hooks in place the
-            # code would be compiled again, with graph breaks
-            # (test_compiling_during_a_measurement_does_not_change_it).
-            (eval_frame, "_maybe_set_eval_frame"): self._reporting_runs,
-            (converter, "__call__"): self._marking_compilation,
             **{(guards, name): self._reporting_buffers for name in allocators},
             **{
                 (module, name[1:]): self._reporting_buffers
@@ -63,7 +56,7 @@ class CompiledCode:
                 if hasattr(module, name[1:])
             },
         }
-        with replaced(replacements):
+        with runs_reported(self._on_run), replaced(replacements):
             try:
                 yield
             finally:
@@ -82,17 +75,23 @@ class CompiledCode:
 
         return reported
 
-    def _reporting_runs(self, set_frame: Callable[[Any], Any]) -> Callable[[Any], Any]:
+
+class _Runs:
+    def __init__(self, on_run: Callable[[bool], None]) -> None:
+        self.on_run = on_run
+        self._is_compiling = False
+
+    def reporting(self, set_frame: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Call `on_run` when Dynamo is enabled or disabled around a compiled function."""
 
         def reported(callback: Any) -> Any:
             if not self._is_compiling:
-                self._on_run(callback is not None)
+                self.on_run(callback is not None)
             return set_frame(callback)
 
         return reported
 
-    def _marking_compilation(self, compile_frame: Callable[..., Any]) -> Callable[..., Any]:
+    def marking_compilation(self, compile_frame: Callable[..., Any]) -> Callable[..., Any]:
         """Mark compilation, during which Dynamo is also enabled and disabled."""
 
         @wraps(compile_frame)
@@ -104,6 +103,27 @@ class CompiledCode:
                 self._is_compiling = before
 
         return marked
+
+
+@contextmanager
+def runs_reported(on_run: Callable[[bool], None]) -> Iterator[None]:
+    """Call `on_run(True)` before compiled code may run, and `on_run(False)` after it."""
+    if (eval_frame := sys.modules.get(EVAL_FRAME)) is None:
+        yield  # Dynamo is not imported
+        return
+    runs, converter = _Runs(on_run), sys.modules[CONVERT_FRAME].CatchErrorsWrapper
+    # Dynamo calls the first one before and after compiled code. With memlab's hooks in place the
+    # code would be compiled again, with graph breaks
+    # (test_compiling_during_a_measurement_does_not_change_it).
+    replacements = {
+        (eval_frame, "_maybe_set_eval_frame"): runs.reporting,
+        (converter, "__call__"): runs.marking_compilation,
+    }
+    with replaced(replacements):
+        try:
+            yield
+        finally:
+            runs.on_run = lambda is_running: None  # a replacement that lasts longer still calls it
 
 
 def _inductor_modules() -> list[ModuleType]:

@@ -61,6 +61,20 @@ class ModuleNames:
         return self._parameter_owners.get(id(parameter), "")
 
 
+def follow_modules(
+    wanted: bool, handles: list[Any], enter: Callable[..., None], leave: Callable[..., None]
+) -> None:
+    """Register two global module hooks, or remove them. `handles` has those that are registered."""
+    if wanted and not handles:
+        handles += [
+            register_module_forward_pre_hook(only_where_asked(enter)),
+            register_module_forward_hook(only_where_asked(leave), always_call=True),
+        ]
+    elif not wanted:
+        while handles:
+            handles.pop().remove()
+
+
 class Context:
     """Track modules and phases inside `followed()`.
 
@@ -117,15 +131,7 @@ class Context:
 
     def follow_modules(self, wanted: bool) -> None:
         """Register the global module hooks, or remove them."""
-        if wanted and not self._module_handles:
-            self._module_handles = [
-                register_module_forward_pre_hook(only_where_asked(self._enter)),
-                register_module_forward_hook(only_where_asked(self._leave), always_call=True),
-            ]
-        elif not wanted:
-            for handle in self._module_handles:
-                handle.remove()
-            self._module_handles = []
+        follow_modules(wanted, self._module_handles, self._enter, self._leave)
 
     def phase(self) -> str:
         """Return the phase of the next operator."""

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from memlab.internals.replacing import replaced
-from memlab.internals.threads import only_where_asked
+from memlab.metering.compiled import runs_reported
+from memlab.metering.context import follow_modules
 from memlab.metering.registry import REGISTRY
 from memlab.trace import Trace
 
@@ -50,19 +50,22 @@ class Evaluations:
     def __init__(self) -> None:
         self.found: list[Evaluation] = []
         self._depth = 0  # of running modules
+        self._handles: list[Any] = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        handles = [
-            register_module_forward_pre_hook(only_where_asked(self._enter)),
-            register_module_forward_hook(only_where_asked(self._leave), always_call=True),
-        ]
+        self._follow_modules(True)
         try:
-            with replaced({(nn.Module, "train"): self._noting_mode}):
+            with (
+                replaced({(nn.Module, "train"): self._noting_mode}),
+                runs_reported(lambda is_running: self._follow_modules(not is_running)),
+            ):
                 yield
         finally:
-            for handle in handles:
-                handle.remove()
+            self._follow_modules(False)
+
+    def _follow_modules(self, wanted: bool) -> None:
+        follow_modules(wanted, self._handles, self._enter, self._leave)
 
     def backward_ran(self) -> None:
         """Forget the running evaluation, because it trains."""
