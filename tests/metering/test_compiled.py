@@ -179,6 +179,17 @@ def test_compiled_code_of_a_dry_run_is_forgotten_at_its_end():
     assert memlab.measure(step, model=model, optimizer=optimizer).peak_bytes > 0
 
 
+def test_a_dry_run_needs_no_cpp_compiler(monkeypatch):
+    def fail():
+        raise AssertionError("a C++ compiler was looked for")
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", fail)
+    with memlab.dry_run():
+        step, model, optimizer = pointwise()
+        trace = memlab.measure(step, model=model, optimizer=optimizer)
+    assert [note[: len(COMPILED)] for note in trace.notes] == [COMPILED]
+
+
 def test_a_prediction_counts_the_code_that_inductor_generates_for_the_gpu():
     trace = memlab.predict(pointwise)
     assert any(note.startswith(COMPILED) for note in trace.notes)

@@ -92,3 +92,11 @@ def test_no_grad_is_not_tried_without_such_an_evaluation(outcome):
         tried = changes_for("cpu", plain.trace, plain.models, plain.evaluation)
         assert 0 < len(tried) < len(CHANGES)
         assert "no_grad in evaluation" not in [change.name for change in tried]
+
+
+def test_a_compiled_model_is_one_graph_and_its_evaluation_is_found(outcome):
+    compiled = "model = model if hasattr(model, '_orig_mod') else torch.compile(model); "
+    found = outcome(f"{compiled}train(64); evaluate(4096, False)")
+    [note] = found.trace.notes
+    assert "(3 graphs" in note  # forward, backward and the evaluation
+    assert found.evaluation.peak_bytes == found.trace.peak_bytes
