@@ -46,6 +46,7 @@ def test_each_edit_is_one_step_and_differs():
         assert len(edited.split("\n")) == len(plain.split("\n"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("edit", "accepted"),
     [

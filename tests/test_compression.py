@@ -270,6 +270,7 @@ def test_relu_passes_the_same_gradients_at_any_bit_width(bits, mode, inplace, dt
     assert report.kinds["ReLU outputs"].storages == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("n", quick([255], [255, 256, 1000]))
 def test_zero_has_its_own_code_and_positive_values_are_unbiased(bits, n):
@@ -387,6 +388,7 @@ def trained() -> tuple[GPT, tuple[torch.Tensor, torch.Tensor]]:
     return model, next(drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "kind", "applies"),
     [
@@ -520,6 +522,7 @@ def test_under_autocast_bfloat16_activations_are_compressed():
     assert activation_bytes(forward, compressed_activations(), mlp) == expected
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("bits", [8, 2])
 @pytest.mark.parametrize(
     "again", [checkpoint, lambda fn, x: torch_checkpoint(fn, x, use_reentrant=False)]

@@ -73,6 +73,7 @@ def trained(name: str, dtype: torch.dtype) -> tuple:
     return [(loss.dtype, loss.item()) for loss in losses], dtypes, peak
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("default_dtype")
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_a_technique_has_the_same_values_and_bytes_under_every_default_dtype(name):

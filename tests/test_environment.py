@@ -196,6 +196,7 @@ def import_names(requirements: list[Requirement]) -> set[str]:
     return installed | {name.replace("-", "_") for name in names}  # where it is not installed
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("folder", ["memlab", "tests", "benchmarks"])
 def test_whatever_is_imported_is_declared(folder):
     assert imports_of(folder) - import_names(DECLARED) == set()

@@ -59,6 +59,7 @@ def saved(folder: Path) -> dict:
 # ------------------------------------------------------------------ steps
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", quick(list(own.STEPS)[::16], own.STEPS))
 def test_a_step_is_predicted_and_creates_everything_on_the_gpu(name):
     trace = own.predicted(name, own.SMALL, "cuda:hopper")

@@ -65,6 +65,7 @@ EXERCISES = [exercise.id for number in DAYS for exercise in days.day(number).exe
 CALLING_EARLIER_ONES = ["10.4", "12.4", "18.1", "20.2"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("id_", quick(CALLING_EARLIER_ONES, EXERCISES))
 def test_an_exercise_can_be_solved_alone(id_, tmp_path):
     """All other answers are stubs, so the lesson's references stand in for them."""
@@ -81,6 +82,7 @@ def test_an_exercise_can_be_solved_alone(id_, tmp_path):
     assert verdict.status == OK, verdict
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("number", DAYS)
 def test_the_lesson_s_stubs_are_not_attempted(number):
     exercises = days.day(number).exercises

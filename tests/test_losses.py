@@ -128,6 +128,7 @@ def test_it_equals_the_reference_for_any_chunk_size(chunk, reduction, options):
     assert_close(outcome(chunked_cross_entropy, *inputs(), chunk=chunk, **settings), expected)
 
 
+@pytest.mark.few(8)
 @every_option
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_its_gradients_equal_finite_differences(reduction, options):
@@ -477,6 +478,7 @@ def peak_formula(rows, width, vocab, chunk):
     return 4 * chunk * vocab + 4 * chunk * width + gradients + of_each_row(rows)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunk", [32, 256, None])
 def test_the_peak_is_a_chunk_and_both_gradients(chunk):
     rows = chunk or chunk_rows(ROWS, VOCAB, WIDTH)
@@ -494,6 +496,7 @@ def test_the_reference_takes_750_mib():
     assert 3 * 4 * ROWS * VOCAB <= naive <= reference
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunk", quick([5], [1, 5, 48]))
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_dry_run_has_the_bytes_of_a_real_one(chunk, options):

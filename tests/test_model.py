@@ -89,6 +89,7 @@ def test_the_formula_gives_the_published_count(name):
     assert PRESETS[name].parameters == PUBLISHED_PARAMETERS[name]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_formula_equals_the_built_model(name):
     with torch.device("meta"):

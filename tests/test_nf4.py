@@ -71,6 +71,7 @@ def assert_same(got: NF4, wanted: NF4) -> None:
         assert ours is theirs is None or torch.equal(ours, theirs), name
 
 
+@pytest.mark.few(1)
 @each_dtype
 @together("shape", SHAPES)
 @together("zeros", [0, 64, 200])
@@ -214,6 +215,7 @@ def test_the_meter_sees_the_bytes_per_weight(double, per_weight, mean):
     assert sum(trace.at_end.values()) - held == per_weight * weight.numel() + mean
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("double", [False, True])
 def test_temporaries_do_not_grow_with_the_weight(double):
     """With double quantization, the float32 absmax do, by 4 bytes per block."""

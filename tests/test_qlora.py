@@ -414,6 +414,7 @@ def test_the_meter_sees_the_bytes_per_weight(double, per_weight, mean):
     assert 3 * nf4_bytes(rows * columns, double=double) + CODEBOOK_BYTES == wanted
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dry", [False, True])
 def test_a_training_holds_codes_and_adapters_gradients_and_state(dry):
     config = PRESETS["tiny"]
@@ -482,6 +483,7 @@ def peak_of_a_step(model: nn.Module, *, autocast: bool = False) -> tuple[int, in
     return held, trace.peak_bytes - held
 
 
+@pytest.mark.slow
 def test_preparing_takes_two_bytes_per_element_and_nearly_doubles_the_activations():
     with memlab.dry_run():
         model = gpt(torch.bfloat16, "5m")

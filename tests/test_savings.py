@@ -34,12 +34,14 @@ def test_the_page_has_a_row_for_each_technique():
     assert list(ROWS) == list(CHOSEN)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PREDICTED)
 def test_the_pages_peak_equals_a_dry_run(name):
     trace = dry_row(SUITABLE["cpu"], name, CHOSEN[name]).trace
     assert ROWS[name] == format_bytes(trace.peak_bytes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PREDICTED)
 def test_the_pages_bytes_on_cuda_equal_a_prediction(name):
     trace = predicted_trace(replace(SUITABLE["cpu"], device="cuda"), CHOSEN[name])

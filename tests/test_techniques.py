@@ -109,6 +109,7 @@ STATED = [name for name, row in TECHNIQUES.items() if row.state_bytes is not Non
 SETTING = Setting("5m", batch=1, seq_len=8)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", STATED)
 def test_the_state_of_an_optimizer_is_what_its_row_says(name):
     """Within 2 %: small weights keep float32 state, and each weight has a step counter. Float32

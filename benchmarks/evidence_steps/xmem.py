@@ -70,7 +70,7 @@ def _transformer(row: Row) -> tuple[Callable[[], None], nn.Module, torch.optim.O
 
 
 def _torchvision_model(name: str) -> nn.Module:
-    models = _torchvision().models
+    models = torchvision().models
     builders = {
         "ConvNeXtTiny": models.convnext_tiny,
         "MnasNet": lambda: models.MNASNet(1.0, num_classes=10),
@@ -83,7 +83,7 @@ def _torchvision_model(name: str) -> nn.Module:
     return builders[name]()
 
 
-def _torchvision() -> Any:
+def torchvision() -> Any:
     """Import torchvision. A build for CUDA has no operators beside a torch for CPUs, and they are
     not needed here, so their fake kernels are not registered."""
     register = torch.library.register_fake

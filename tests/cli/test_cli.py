@@ -201,6 +201,7 @@ def all_of(terminal: int) -> Iterator[bytes]:
     os.close(terminal)
 
 
+@pytest.mark.slow
 def test_a_separate_process_writes_the_files_that_it_lists(in_a_terminal):
     out, _, folder = in_a_terminal
     assert "written: work/measure.json" in out

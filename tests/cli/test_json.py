@@ -109,6 +109,7 @@ def test_a_plan_of_a_model_is_a_document(by_formula, document, model, memory, st
     assert (verdict == "fits") == (found["bytes_as_it_is"] <= found["budget_bytes"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("free", "verdict"),
     [

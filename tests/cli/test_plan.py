@@ -72,6 +72,7 @@ def test_an_unmodified_training_that_fits_is_reported(by_formula, memlab_command
     assert " MiB, fits\n" in outcome.out
 
 
+@pytest.mark.slow
 def test_nccls_buffers_are_named_where_there_is_more_than_one_gpu(by_formula, memlab_command):
     asked = ("plan", "--model", "5m", "--memory", "24GB")
     alone, together = (memlab_command(*asked, "--gpus", gpus) for gpus in ("1", "2"))
@@ -98,6 +99,7 @@ def test_several_gpus_get_a_mesh_and_its_script(memlab_command, tmp_path):
     assert f"allocated {peak}" in " ".join(ran.out.split())
 
 
+@pytest.mark.slow
 def test_meshes_that_do_not_fit_are_named(memlab_command):
     outcome = memlab_command("plan", "--model", "5m", "--memory", "700MiB", "--gpus", "2")
     assert outcome.status == 1
@@ -312,6 +314,7 @@ def test_a_step_that_fits_only_with_an_emptied_cache_gets_a_remark(
     assert ("requests again, which takes time" in " ".join(outcome.out.split())) == is_tight
 
 
+@pytest.mark.slow
 def test_a_plain_training_that_fits_gets_its_command(memlab_command):
     outcome = memlab_command("plan", "--model", "tiny", "--memory", "24GB", "--recipes", "1")
     plain = "memlab train --model tiny --dtype float32 --batch 1 --seq 64 --technique plain"

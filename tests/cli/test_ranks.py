@@ -50,6 +50,7 @@ def test_stage_3_gathers_for_each_micro_batch():
     assert twice == TINY.batch * once
 
 
+@pytest.mark.slow
 def test_stage_0_of_one_rank_holds_what_the_plain_step_holds():
     training = build(TINY, combined("plain"))
     training.step()
@@ -165,7 +166,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_functions_rank_has_the_bytes_that_the_whole_script_has(tmp_path, memlab_command, device):
     (tmp_path / "train.py").write_text(FSDP2)

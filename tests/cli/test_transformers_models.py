@@ -162,6 +162,7 @@ def killed(*arguments):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_killed_process_of_a_plan_is_reported_in_one_line(config, memlab_command, monkeypatch):
     monkeypatch.setattr("memlab.transformers_models.planning.MAX_WORKERS", 2)
     monkeypatch.setattr("memlab.transformers_models.planning._best", killed)

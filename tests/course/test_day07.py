@@ -29,6 +29,7 @@ stochastic_round, pack = solution("7.2"), solution("7.3")
 # ------------------------------------------------------------------ answers
 
 
+@pytest.mark.slow
 def test_a_key_that_two_tensors_share_is_not_taken_for_an_address():
     by_size = (
         ("known = weakref.WeakKeyDictionary()", "known = {}"),

@@ -64,6 +64,7 @@ def test_lists_and_tuples_are_accepted(kind):
     assert judge(ATTEND, lambda *given: kind(attend(*given))).status == OK
 
 
+@pytest.mark.slow
 def test_a_doubled_dk_gets_no_remark_on_the_scale():
     verdict = verdict_on("10.4", ("return dq, dk,", "return dq, 2 * dk,"))
     assert verdict.text.endswith("Wrong: dk.")

@@ -210,7 +210,7 @@ def learners_loss(add, multiply):
     return LearnersLoss.apply
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "remark"),
     [

@@ -177,6 +177,7 @@ def predicted(script: str, count: int, arguments: tuple[str, ...], **settings: A
         return dry_run_ranks(launch, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("script", "ranks", "arguments"),

@@ -52,6 +52,7 @@ def deep(layers, recipe, checkpointed):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROW_PARAMETERS)
 def test_the_lessons_table_is_predicted(row):
     """With four and with five blocks; the others are added event by event."""

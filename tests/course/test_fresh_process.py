@@ -12,6 +12,8 @@ from dataclasses import replace
 from memlab.course.days import exercise_of
 from memlab.course.exercises import OK, WRONG, judge
 
+import pytest
+
 assert "torch._dynamo" not in sys.modules
 flash = exercise_of("10.4")
 few = flash.wrong_answers[1], flash.wrong_answers[4]
@@ -47,6 +49,7 @@ def run(program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_first_answer_in_a_process_is_checked_like_any_other():
     """While torch._dynamo creates operators they have no name, so hooks must not read it."""
     run(WRONG_ANSWERS)

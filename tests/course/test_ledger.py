@@ -66,6 +66,7 @@ def when_backward_begins(trace: Trace) -> dict[str, int]:
     return Trace(trace.events[:position]).at_end
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(configs(), st.integers(1, 3), st.integers(1, 12))
 def test_the_ledger_equals_the_meter_at_the_start_of_backward(config, batch, seq_len):

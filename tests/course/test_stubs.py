@@ -47,6 +47,7 @@ def run(sources: list[str], folder: Path) -> subprocess.CompletedProcess:
 QUICK = [path for path in LESSONS if path.stem.startswith("day20")]  # among the quickest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lesson", quick(QUICK, LESSONS), ids=lambda lesson: lesson.stem)
 def test_a_lesson_with_its_stubs_runs_to_its_end(lesson):
     sources = cells(lesson)

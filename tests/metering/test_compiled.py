@@ -121,7 +121,7 @@ COMPILED_STEPS = quick(
 )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("build", COMPILED_STEPS)
 def test_every_allocation_equals_the_compiled_codes(build):
     step, model, optimizer = compiled(build)

@@ -137,6 +137,7 @@ def eager_step():
     return step, model, optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # of 2.11
 def test_measuring_inside_a_compiled_function_gives_the_bytes_of_outside():
     def measured():

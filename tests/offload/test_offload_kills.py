@@ -27,6 +27,7 @@ def found(tmp_path_factory):
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_without_kills_the_training_equals_the_one_without_offloading(found):
     assert (found["whole"]["began"], found["whole"]["right"]) == (0, True)
 

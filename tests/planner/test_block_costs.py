@@ -134,6 +134,7 @@ def test_the_predicted_peak_equals_the_measured_peak(name, shape):
             assert predicted == metered_peak_bytes(model, tokens, targets, schedule), schedule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(["bfloat16"], MODELS_THAT_KEEP_NO_INPUT))
 def test_if_blocks_save_no_input_the_peak_is_overestimated_by_at_most_the_inputs(name):
     with memlab.dry_run():
@@ -147,6 +148,7 @@ def test_if_blocks_save_no_input_the_peak_is_overestimated_by_at_most_the_inputs
             assert predicted - inputs <= peak <= predicted, schedule
 
 
+@pytest.mark.slow
 def test_real_tensors_have_the_same_costs_and_peak():
     with memlab.dry_run():
         dry = chain_costs(GPT(SMALL), *batch(50, 2, 32))

@@ -104,7 +104,7 @@ def test_the_last_stage_is_predicted_without_the_others(tmp_path):
     assert list(run_ranks(launch, (3,), device="cpu")) == [3]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(tensor=2), Mesh(pipeline=2)], ids=str)
 def test_the_script_trains_on_two_processes(tmp_path, mesh):
@@ -116,7 +116,7 @@ def test_the_script_trains_on_two_processes(tmp_path, mesh):
     assert last < losses[0] - 0.3
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(pipeline=2)], ids=str)
 def test_ranks_that_share_a_model_have_the_same_tokens(tmp_path, mesh):

@@ -97,6 +97,7 @@ def test_a_change_from_outside_has_the_peak_of_the_scripts_own(outcome, name):
     assert ours.trace.peak_bytes < plain.trace.peak_bytes
 
 
+@pytest.mark.slow
 def test_a_change_acts_from_the_first_step_on(tmp_path, monkeypatch):
     """Reserved memory has its peak in the first step, if that runs without the change."""
     monkeypatch.chdir(tmp_path)
@@ -139,6 +140,7 @@ def test_an_8_bit_optimizer_shrinks_the_state(outcome):
     assert ours.steps == 2
 
 
+@pytest.mark.slow
 def test_changes_work_together(outcome):
     loss = {"LOSS_OF": CROSS_ENTROPY}
     plain = outcome(**loss)
@@ -167,6 +169,7 @@ PEFTS = """
     """
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # from peft, of transformers' names
 def test_lora_from_outside_has_the_bytes_of_pefts(tmp_path, monkeypatch):
     pytest.importorskip("peft")
@@ -228,6 +231,7 @@ def sharded(tmp_path, monkeypatch):
     return run_with
 
 
+@pytest.mark.slow
 def test_the_layers_of_fsdp2_are_checkpointed_as_in_the_script(sharded):
     plain, ours = sharded(), sharded(CHANGE_OF["checkpointing"])
     own = sharded(call="checkpoint(block, x, use_reentrant=False)")
@@ -253,6 +257,7 @@ def test_small_logits_and_other_losses_are_not_chunked(outcome):
         CHANGE_OF["chunked loss"].apply(nn.Linear(4, 4095), [])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_script_that_checkpoints_its_layers_is_not_checkpointed_again(outcome, use_reentrant):
     own = {"CALL": f"checkpoint(block, x.requires_grad_(), use_reentrant={use_reentrant})"}
@@ -366,6 +371,7 @@ MIXED = {  # a loop whose framework has autocast's option, and the option
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("framework", MIXED)
 def test_autocast_from_outside_has_the_peak_of_the_frameworks_option(
@@ -411,6 +417,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("framework", LOOPS)
 def test_the_framework_is_the_one_whose_loop_runs(tmp_path, monkeypatch, framework):

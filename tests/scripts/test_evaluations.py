@@ -85,6 +85,7 @@ def test_no_grad_from_outside_has_the_peak_of_the_scripts_own(outcome):
     assert changed < plain.trace.peak_bytes / 2
 
 
+@pytest.mark.slow
 def test_no_grad_is_not_tried_without_such_an_evaluation(outcome):
     others = ("train(64); evaluate(4096, False)", "train(64)", "train(4096); evaluate(64, True)")
     for training in others:

@@ -106,6 +106,7 @@ def script(source):
     return launch_of(["train.py"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("runs", [1, 2])
 def test_torchvisions_weights_are_random_in_every_run(packages, runs):
     packages(TORCHVISION)

@@ -39,6 +39,7 @@ except OSError: pass
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "source",
     ["1 / 0", "raise RuntimeError('shapes differ')", "import a_module_of_nobody", "sys.exit(3)"],
@@ -47,6 +48,7 @@ def test_an_error_of_its_own_names_no_refusal(notes, source):
     assert notes(CAUGHT + source) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
@@ -94,6 +96,7 @@ def test_a_download_that_a_stand_in_replaced_is_not_named(notes, monkeypatch, tm
 COMPILED = "import torch.utils.cpp_extension as c; c.load('fused', ['fused.cu'])"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("real", "expected"),
     [(False, "it cannot be predicted, because"), (True, "pass --allow-writes with --real")],

@@ -121,6 +121,7 @@ def outcome(words, **settings):
     return run(launch_of(words), **settings)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_dry_step_has_the_bytes_of_the_real_one(script, name):
     words = [script(SCRIPTS[name]), *MAIN_WORDS.get(name, [])]
@@ -379,6 +380,7 @@ def test_the_scripts_path_is_absolute(script, tmp_path):
     assert outcome([script(source)]).steps == 0
 
 
+@pytest.mark.slow
 def test_a_backward_before_the_model_is_made_leaves_the_reserved_bytes(script):
     """It counts as a step until the script makes an optimizer; then the steps begin again."""
     warm_up = "import torch; torch.empty(1, device='cuda', requires_grad=True).backward()\n"

@@ -84,6 +84,7 @@ def _written(source):
     return launch_of(["train.py"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SAVED)
 def test_saving_and_loading_allocate_in_a_dry_run_what_they_do_in_a_real_one(script, name):
     launch = script(name)
@@ -94,6 +95,7 @@ def test_saving_and_loading_allocate_in_a_dry_run_what_they_do_in_a_real_one(scr
     assert os.listdir() == ["train.py"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SAVED)
 def test_a_checkpoint_is_loaded_onto_the_gpu_that_a_step_is_predicted_for(script, name):
     found = run(script(name))
@@ -113,6 +115,7 @@ TOKENIZER = """
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("real", [False, True])
 def test_a_saved_tokenizer_is_loaded_again(tmp_path, monkeypatch, real):
     pytest.importorskip("transformers")
@@ -135,6 +138,7 @@ Trainer(model, arguments, train_dataset=rows * 8).train()
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_trainer_saves_a_checkpoint_before_its_second_step(tmp_path, monkeypatch, device):
     pytest.importorskip("accelerate")

@@ -92,6 +92,7 @@ def test_torchruns_ranks_each_have_a_gpu(outcome):
     assert (found.steps, found.ranks) == (2, 2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_a_started_process_trains_here(outcome, method):
     main = f"""
@@ -105,6 +106,7 @@ def test_a_started_process_trains_here(outcome, method):
     assert (found.steps, found.ranks) == (2, None)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("wait", ["process.is_alive()", "1", "assert process.exitcode == 0"])
 def test_a_process_runs_when_the_script_waits_for_it(outcome, wait):
     main = f"""
@@ -164,6 +166,7 @@ def test_a_mesh_starts_the_process_group(outcome):
     assert not dist.is_initialized()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("version", ["one", "two"])
 def test_fsdp_has_its_share_of_weights_and_states(outcome, version):
     main = f"""
@@ -301,6 +304,7 @@ WORKERS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WORKERS)
 def test_a_worker_of_the_script_answers_however_it_is_asked(tmp_path, monkeypatch, way):
     monkeypatch.chdir(tmp_path)
@@ -309,6 +313,7 @@ def test_a_worker_of_the_script_answers_however_it_is_asked(tmp_path, monkeypatc
     assert run(launch_of(["train.py"])).steps == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "wait",
     [

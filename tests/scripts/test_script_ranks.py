@@ -49,6 +49,7 @@ def peaks(outcomes):
     return [dict(outcome.trace.at_peak) for outcome in outcomes.values()]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", quick(["fsdp2", "one_f_one_b", "context"], OF_TWO))
 def test_each_of_two_ranks_has_the_bytes_of_the_real_one(name):
     assert_real(name, 2, peaks(predicted(name, 2, (0, 1))))
@@ -60,11 +61,13 @@ def test_each_of_four_ranks_has_the_bytes_of_the_real_one(name):
     assert_real(name, 4, peaks(predicted(name, 4, range(4))))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "ran"), [("ddp", [0]), ("one_f_one_b", [0, 1, 2])])
 def test_all_stages_of_a_pipeline_run_and_one_rank_of_others(name, ran):
     assert list(predicted(name, 3)) == ran
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "ranks", "sent"),
     [
@@ -130,6 +133,7 @@ def test_ranks_that_wait_for_each_other_are_refused(tmp_path):
         dry_ranks(launch_of(["torchrun", "--nproc-per-node=2", str(script)]), device="cpu")
 
 
+@pytest.mark.slow
 def test_objects_arrive_as_they_were_sent(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
@@ -161,6 +165,7 @@ def test_objects_arrive_as_they_were_sent(tmp_path):
     assert list(dry_ranks(launch, (2,), device="cpu")) == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "ran"),
     [
@@ -181,6 +186,7 @@ def test_of_stages_with_the_same_weights_the_first_runs(tmp_path, width, ran):
         assert outcome.trace.peak_bytes >= max(others, default=0)
 
 
+@pytest.mark.slow
 def test_all_ranks_of_an_interleaved_pipeline_run():
     """Rank 1 has a narrow and a wide stage, rank 2 a wide and a narrow one of the same weights."""
     assert list(predicted("interleaved", 4)) == [0, 1, 2, 3]
@@ -193,6 +199,7 @@ def test_a_pipeline_with_a_communicator_for_each_edge_has_the_bytes_of_one_with_
     assert peaks(predicted("one_f_one_b", 2, (0, 1))) == with_one
 
 
+@pytest.mark.slow
 def test_ranks_that_send_among_many_are_followed_from_peer_to_peer(monkeypatch):
     monkeypatch.setattr("memlab.scripts.ranks.MOST_STAGES", 3)
     assert list(predicted("one_f_one_b", 4)) == [0, 1, 2, 3]

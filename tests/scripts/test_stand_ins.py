@@ -279,6 +279,7 @@ def test_texts_and_pairs_are_as_much_longer_as_with_the_models_own_tokenizer(nam
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model_type", ["t5", "nllb-moe", "mbart"])
 def test_a_tokenizer_of_special_tokens_alone_is_replaced(tmp_path, model_type):
     """transformers makes one if it finds no files; T5's has 103 special tokens."""
@@ -347,6 +348,7 @@ REPLACED = sorted(
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", REPLACED)
 def test_a_file_beside_the_script_with_a_librarys_name_is_the_scripts(tmp_path, monkeypatch, name):
     """Pytorch-UNet and PyTorch-GAN have an evaluate.py and a datasets.py of their own."""

@@ -23,6 +23,7 @@ def peak(training, recipe) -> int:
     return memlab.measure(step, model=model, optimizer=optimizer).peak_bytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "family", [name if name in QUICK else slow((name,)) for name in FAMILIES], ids=str
 )
@@ -33,6 +34,7 @@ def test_a_dry_step_has_the_bytes_of_a_real_one(family, training_of):
     assert dry == peak(training, Recipe())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -50,6 +52,7 @@ def test_so_it_has_with_each_recipe(recipe, training_of):
     assert dry == peak(training, recipe)
 
 
+@pytest.mark.slow
 def test_how_the_published_weights_are_quantized_makes_no_difference(training_of):
     recipe = Recipe("qlora", checkpointing=True)
     published = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}

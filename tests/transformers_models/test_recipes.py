@@ -50,6 +50,7 @@ def builder(training, lines):
     return build
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft calls what transformers will remove
 @pytest.mark.filterwarnings(
     "ignore:inner dimension"

@@ -19,6 +19,7 @@ def whole(training, recipe):
     return memlab.predict(lambda: training.build(recipe), device="cuda:rtx4090")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes", "recipe"),
     [
@@ -49,6 +50,7 @@ def seconds(training) -> float:
     return sum(predicted(training, Recipe(), "cuda", CARD).seconds.values())
 
 
+@pytest.mark.slow
 def test_seconds_grow_with_the_layers(training_of):
     two, four, nine = (seconds(training_of("llama", num_hidden_layers=n)) for n in (2, 4, 9))
     assert nine == pytest.approx(four + 5 * (four - two) / 2)

@@ -125,6 +125,7 @@ def test_each_attempt_changes_something_by_itself(tmp_path):
     assert {name for name in NAMES if not alone.changes(name)} <= privileged
 
 
+@pytest.mark.few(1)
 @confines
 @together("name", NAMES)
 def test_a_confined_script_changes_nothing_outside(confined, name):
@@ -195,6 +196,7 @@ class TestTheChild:
         assert "ZeroDivisionError" in err
         assert left(tmp_path) == ["train.py"]
 
+    @pytest.mark.few(1)
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_is_ended_by_a_signal_to_the_command(self, memlab, tmp_path, number):
         running = memlab("print('here', flush=True)\nimport time\nwhile True: time.sleep(1)")
@@ -206,6 +208,7 @@ class TestTheChild:
         assert "interrupted; nothing was written" in err
         assert left(tmp_path) == ["train.py"]
 
+    @pytest.mark.slow
     def test_cannot_catch_the_end_of_the_command(self, memlab, tmp_path):
         source = (
             "import sys, time\nprint('here', flush=True)\n"
@@ -219,6 +222,7 @@ class TestTheChild:
         assert (status, out, err) == (130, "", "memlab: interrupted; nothing was written\n")
         assert left(tmp_path) == ["train.py"]
 
+    @pytest.mark.slow
     def test_may_ask_whether_a_process_exists(self, memlab, tmp_path):
         source = (
             "import os\n"
@@ -234,12 +238,14 @@ class TestTheChild:
         assert ended(memlab("import os; os.kill(os.getpid(), 9)"))[0] == -9
         assert left(tmp_path) == ["train.py"]
 
+    @pytest.mark.slow
     def test_says_which_error_the_system_raised(self, memlab):
         source = "import posix; posix.unlink('train.py')"
         _, _, err = ended(memlab(source))
         assert "PermissionError: [Errno 13] Permission denied: 'train.py'" in err
         assert "memlab run refused it; --allow-writes permits it" in err
 
+    @pytest.mark.slow
     def test_finds_again_in_c_what_it_wrote_there(self, memlab, tmp_path):
         source = (
             "import io, os, posix\n"
@@ -266,6 +272,7 @@ class TestTheChild:
         written = {"new", "train.py", "made", "made/new", "linear.pt", "all.tar", "runs.db"}
         assert {path for path in refused if not path.startswith("runs.db-")} == written
 
+    @pytest.mark.slow
     def test_changes_its_own_temporary_files(self, memlab):
         source = (
             "import os, shutil, tempfile\n"

@@ -54,6 +54,7 @@ def test_the_weights_equal_one_process_bit_for_bit(ranks, stage, optimizer):
         assert differing(zero.weights(), alone.weights()) == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_weights_are_equal_with_several_micro_batches_per_rank(stage):
     model = model_of()
@@ -65,6 +66,7 @@ def test_the_weights_are_equal_with_several_micro_batches_per_rank(stage):
         assert differing(zero.weights(), alone.weights()) == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("master_weights", quick([True], [False, True]))
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_weights_are_equal_for_any_sub_group_size(stage, master_weights, monkeypatch):
@@ -166,6 +168,7 @@ def test_the_weights_are_equal_if_most_weights_are_frozen(stage):
     assert differing(zero.weights(), alone.weights()) == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_float32_copies_of_shards_step_like_master_weights_in_one_process(stage):
     model = model_of(dtype=torch.bfloat16)
@@ -224,6 +227,7 @@ def test_the_loss_is_the_mean_over_all_tokens(stage):
 # ------------------------------------------------------------------ clipping
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_clipping_uses_the_norm_over_all_shards(ranks, stage):
