@@ -6,13 +6,14 @@ pytest's own process has already imported torch._dynamo, which would hide these 
 import subprocess
 import sys
 
+import pytest
+
 WRONG_ANSWERS = """
 import sys
 from dataclasses import replace
 from memlab.course.days import exercise_of
 from memlab.course.exercises import OK, WRONG, judge
 
-import pytest
 
 assert "torch._dynamo" not in sys.modules
 flash = exercise_of("10.4")
