@@ -11,9 +11,11 @@ buffers it allocates, reuses and frees, and what is saved for backward. Then:
 What Dynamo or Inductor cannot compile, and other backends, run uncompiled.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType, ModuleType
 from typing import Any, ClassVar
 
@@ -35,11 +37,15 @@ from memlab.internals.torch_internals import (
     without_function_mode,
     without_modes,
 )
+from memlab.metering.compiled import CompiledLayer
 from memlab.world.entering import Replacements, enter
 
 COMPILED = "code under torch.compile is counted as the code that Inductor generates"
 UNCOMPILED = "code under torch.compile is counted as it runs uncompiled"
 _WITH_RNG_STATE = "torch.ops.higher_order.graphsafe_run_with_rng_state("
+_NEW_BUFFER = re.compile(
+    r"^(?P<indent> +)(?P<name>buf\d+) = (?:empty_strided_|torch\.ops\.|extern_kernels\.)", re.M
+)
 _CONFIG = {
     "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
@@ -87,7 +93,7 @@ class Compiler:
         self._stand_ins: Replacements = {
             "unguarded": lambda real: lambda builder, guard: None,
             "own_settings": self._with_own_settings,
-            "loaded_code": lambda real: lambda graph, code: self._load(graph.example_inputs, code),
+            "loaded_code": lambda real: lambda graph, code: self._load(graph, code),
             "no_header": lambda real: lambda wrapper: None,
             "launched": lambda real: lambda *args, **kwargs: _Kernel(),
             "buildable": lambda real: lambda isa, code: True,
@@ -218,14 +224,17 @@ class Compiler:
 
         return compiled
 
-    def _load(self, inputs: Sequence[Any], code: Any) -> ModuleType:
+    def _load(self, graph: Any, code: Any) -> ModuleType:
         """Run the wrapper's module, without writing a file."""
         module: Any = ModuleType("memlab.inductors_code")
+        inputs = graph.example_inputs
         module.__file__ = module.key = "<code of Inductor>"
         module.get_raw_stream = lambda device: 0
         module.without_rng_state = lambda func, *args, rng_state, **kwargs: func(*args, **kwargs)
         text = code.value.replace(_WITH_RNG_STATE, "without_rng_state(")  # no mode handles it
-        exec(compile(text, module.__file__, "exec"), vars(module))
+        module.in_layer = partial(setattr, CompiledLayer, "name")
+        exec(compile(_with_layers(text, graph), module.__file__, "exec"), vars(module))
+        module.call = partial(_called, module.call)
         if not any(isinstance(size, torch.SymInt) for x in inputs for size in (x, *_shape(x))):
             self._try(module.call, inputs)
         self._graphs += 1
@@ -251,6 +260,33 @@ class Compiler:
             return FakeTensor(self._compilers_mode or self._mode, empty, self._device_of(device))
 
         return make
+
+
+def _with_layers(text: str, graph: Any) -> str:
+    """Return the code with the layer of each new buffer before it."""
+
+    def line(match: re.Match[str]) -> str:
+        layer = _layer(graph.name_to_buffer.get(match["name"]))
+        return match[0] if layer is None else f"{match['indent']}in_layer({layer!r})\n{match[0]}"
+
+    return _NEW_BUFFER.sub(line, text)
+
+
+def _layer(buffer: Any) -> str | None:
+    """Return the module path of the operators that fill a buffer of Inductor."""
+    for node in () if buffer is None else (buffer.get_origin_node(), *buffer.origins):
+        meta = {} if node is None else node.meta
+        if stack := meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack"):
+            path, _ = [*stack.values()][-1]  # such as L['self'].layers.0
+            return re.sub(r"^L\['\w+'\]\.?", "", path)
+    return None
+
+
+def _called(call: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
+    try:
+        return call(inputs)
+    finally:
+        CompiledLayer.name = ""
 
 
 def _shape(value: Any) -> Sequence[Any]:

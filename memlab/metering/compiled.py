@@ -26,6 +26,12 @@ from memlab.internals.torch_internals import CODE_CACHE, CONVERT_FRAME, EVAL_FRA
 _ALLOCATE = "empty_strided_"
 
 
+class CompiledLayer:
+    """The layer whose operators the compiled code of a dry run computes, "" outside such code."""
+
+    name = ""
+
+
 def hook_warning() -> dict[tuple[Any, str], Callable[[Any], Any]]:
     """Return what to replace so that torch.compile does not warn about the meter's module hooks."""
     return {(torch_module, "_has_any_global_hook"): lambda real: lambda: False}

@@ -26,6 +26,7 @@ from memlab.internals.torch_internals import (
     get_sequence_nr,
     in_backward,
 )
+from memlab.metering.compiled import CompiledLayer
 
 _LARGE_WORKSPACE = (torch.nn.RNNBase, ConvNd)  # modules whose kernels use large workspaces
 _LAST_SEQUENCE_NUMBER = 2**64 - 1  # AccumulateGrad nodes have it, so they run first
@@ -55,6 +56,12 @@ class ModuleNames:
 
     def of(self, module: torch.nn.Module) -> str:
         return self._module_names.get(id(module), type(module).__name__)
+
+    def inside(self, outer: str, name: str) -> str:
+        """Return the name of a module that has this name in another one."""
+        if outer and name and outer not in (type(root).__name__ for root in self.roots):
+            return f"{outer}.{name}"
+        return name or outer
 
     def owner_of(self, parameter: torch.Tensor) -> str:
         """Return the name of the module that owns the parameter, "" if unknown."""
@@ -156,10 +163,11 @@ class Context:
 
     def module(self) -> str:
         """Return the name of the current operator's module, "" if it has none."""
+        layer = CompiledLayer.name
         if self._running:
-            return self._running[-1]
+            return self.names.inside(self._running[-1], layer)
         node = self.node()
-        return "" if node is None else self._module_of(node)
+        return layer if node is None else self.names.inside(self._module_of(node), layer)
 
     def node(self) -> Node | None:
         """Return the graph node that backward is evaluating, None outside backward."""

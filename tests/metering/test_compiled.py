@@ -198,6 +198,22 @@ def test_a_prediction_counts_the_code_that_inductor_generates_for_the_gpu():
     assert any(event.operator == "compiled code" for event in trace.events)
 
 
+def test_buffers_of_generated_code_have_the_layers_that_fill_them():
+    """Also where each of several layers is compiled by itself, and shares the code."""
+
+    def regional():
+        layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32)) for _ in "ab"))
+        for number in range(len(layers)):
+            layers[number] = torch.compile(layers[number])
+        x = torch.randn(512, 32)
+        return lambda: layers(x).sum().backward(), layers, None
+
+    for build, layers in ((pointwise, {"up", "down"}), (regional, {"0.0", "0.1", "1.0", "1.1"})):
+        events = memlab.predict(build).events
+        modules = {e.module for e in events if e.phase == "forward" and e.category != "rounding"}
+        assert layers <= modules
+
+
 def test_a_prediction_counts_what_compiled_code_recomputes():
     trace = memlab.predict(checkpointed)
     assert any(note.startswith(COMPILED) for note in trace.notes)
