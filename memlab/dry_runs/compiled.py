@@ -38,6 +38,7 @@ from memlab.internals.torch_internals import (
     without_modes,
 )
 from memlab.metering.compiled import CompiledLayer
+from memlab.metering.frames import user_line_of
 from memlab.world.entering import Replacements, enter
 
 COMPILED = "code under torch.compile is counted as the code that Inductor generates"
@@ -232,7 +233,7 @@ class Compiler:
         module.get_raw_stream = lambda device: 0
         module.without_rng_state = lambda func, *args, rng_state, **kwargs: func(*args, **kwargs)
         text = code.value.replace(_WITH_RNG_STATE, "without_rng_state(")  # no mode handles it
-        module.in_layer = partial(setattr, CompiledLayer, "name")
+        module.in_layer = _enter_layer
         exec(compile(_with_layers(text, graph), module.__file__, "exec"), vars(module))
         module.call = partial(_called, module.call)
         if not any(isinstance(size, torch.SymInt) for x in inputs for size in (x, *_shape(x))):
@@ -267,18 +268,18 @@ def _with_layers(text: str, graph: Any) -> str:
 
     def line(match: re.Match[str]) -> str:
         layer = _layer(graph.name_to_buffer.get(match["name"]))
-        return match[0] if layer is None else f"{match['indent']}in_layer({layer!r})\n{match[0]}"
+        return match[0] if layer is None else f"{match['indent']}in_layer{layer}\n{match[0]}"
 
     return _NEW_BUFFER.sub(line, text)
 
 
-def _layer(buffer: Any) -> str | None:
-    """Return the module path of the operators that fill a buffer of Inductor."""
+def _layer(buffer: Any) -> tuple[str, str] | None:
+    """Return the module path and the line of the operators that fill a buffer of Inductor."""
     for node in () if buffer is None else (buffer.get_origin_node(), *buffer.origins):
         meta = {} if node is None else node.meta
         if stack := meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack"):
             path, _ = [*stack.values()][-1]  # such as L['self'].layers.0
-            return re.sub(r"^L\['\w+'\]\.?", "", path)
+            return re.sub(r"^L\['\w+'\]\.?", "", path), user_line_of(meta.get("stack_trace") or "")
     return None
 
 
@@ -286,7 +287,11 @@ def _called(call: Callable[[list[Any]], Any], inputs: list[Any]) -> Any:
     try:
         return call(inputs)
     finally:
-        CompiledLayer.name = ""
+        _enter_layer("", "")
+
+
+def _enter_layer(name: str, line: str) -> None:
+    CompiledLayer.name, CompiledLayer.line = name, line
 
 
 def _shape(value: Any) -> Sequence[Any]:

@@ -27,9 +27,12 @@ _ALLOCATE = "empty_strided_"
 
 
 class CompiledLayer:
-    """The layer whose operators the compiled code of a dry run computes, "" outside such code."""
+    """What the compiled code of a dry run computes: whose operators, from which line of user code.
 
-    name = ""
+    Both are "" outside such code, and where they are unknown.
+    """
+
+    name = line = ""
 
 
 def hook_warning() -> dict[tuple[Any, str], Callable[[Any], Any]]:

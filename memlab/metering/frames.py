@@ -1,6 +1,7 @@
 """Find an operator's caller: the autograd engine, a torch function or a line of user code."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -10,6 +11,7 @@ from types import FrameType
 import numpy as np
 import torch
 
+_FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 _TORCH_FOLDER = str(Path(torch.__file__).parent)
 _NOT_USERS = (_TORCH_FOLDER, str(Path(np.__file__).parent))  # lines there tell a user nothing
 _MEMLAB_FOLDER = Path(__file__).parents[1]
@@ -51,6 +53,14 @@ def user_line() -> str:
         if name := _shown(frame.f_code.co_filename, os.getcwd()):
             return f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
     return "autograd's engine"
+
+
+def user_line_of(stack: str) -> str:
+    """Return the innermost line of user code in a stack as Python prints it, "" without one."""
+    for file, number, function in reversed(_FRAME.findall(stack)):
+        if name := _shown(file, os.getcwd()):
+            return f"{name}:{number} {function}"
+    return ""
 
 
 @cache

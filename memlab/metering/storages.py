@@ -28,7 +28,7 @@ from memlab.internals.replacing import replaced
 from memlab.internals.threads import measurement
 from memlab.internals.torch_internals import call_composite, exclude_from_dynamo, has_kernel
 from memlab.metering.casts import Casts
-from memlab.metering.compiled import CompiledCode, hook_warning
+from memlab.metering.compiled import CompiledCode, CompiledLayer, hook_warning
 from memlab.metering.context import Context
 from memlab.metering.copies import copied_bytes
 from memlab.metering.dry import DryRun
@@ -313,7 +313,7 @@ class StorageMeter(LightMode):
         record.node = None if node is None else node._sequence_nr()
         if node is not None:
             self.nodes.add(node.name())
-        record.line = user_line() if self._lines else None
+        record.line = (CompiledLayer.line or user_line()) if self._lines else None
         if phase == "backward" and self.context.leaf() is not None:
             record.mark("gradients")
         elif phase == "forward" and not self.context.in_module and _all_are_inputs(inputs):

@@ -2,6 +2,7 @@
 
 import warnings
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -212,6 +213,15 @@ def test_buffers_of_generated_code_have_the_layers_that_fill_them():
         events = memlab.predict(build).events
         modules = {e.module for e in events if e.phase == "forward" and e.category != "rounding"}
         assert layers <= modules
+
+
+def test_buffers_of_generated_code_have_the_users_lines():
+    trace = memlab.predict(pointwise, lines=True)
+    lines = {e.line for e in trace.events if e.operator == "compiled code" and e.line}
+    files_and_functions = {(line.partition(":")[0], line.split()[-1]) for line in lines}
+    assert {(Path(file).name, name) for file, name in files_and_functions} == {
+        ("test_compiled.py", "forward")
+    }
 
 
 def test_a_prediction_counts_what_compiled_code_recomputes():
