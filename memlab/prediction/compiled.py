@@ -35,6 +35,11 @@ def generators(count: int) -> Callable[[Any], tuple[Generator, ...]]:
     return always((_Generator(),) * count)
 
 
+def generator_of(real: Any) -> Callable[[int], Generator]:
+    """Return what gives a GPU's generator to torch from 2.14 on."""
+    return lambda index: _Generator()
+
+
 def device_of_buffers(device: str) -> torch.device:
     """Return the device of a buffer of generated code: the stand-in, if the script names CUDA."""
     return _stand_in() if device == _CUDA.type else torch.device(device)

@@ -260,6 +260,7 @@ class _CudaDryRun(dry_run):
             "empty_cache": self._with_empty_cache,
             "on_device": _with_device,
             "generators": compiled.generators(self._gpus),
+            "generator_of": compiled.generator_of,
             **({"forget_casts": forget_casts} if self.kernels.autocast == "cuda" else {}),
         }
 
