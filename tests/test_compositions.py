@@ -145,7 +145,7 @@ def present(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 # How far a technique's gradients may be from those without it. Gradients are up to 0.6.
 ERRORS = {
     "int8-activations": 0.003,
-    "int4-activations": 0.12,  # the drawn numbers depend on the CPU's last bits
+    "int4-activations": 0.16,  # the draws depend on the last bits: the CPU's and torch's
     "autocast": 0.01,
     "loss-scaling": 0.002,
     "fp8": 0.015,
