@@ -210,8 +210,9 @@ def test_torch_also_holds_outputs_and_a_buffer_for_each_micro_batch(stages, name
         theirs = found["torch"][name]
         weights = found[name]["at peak"]["parameters"]
         # In 1F1B too, so these bytes grow with the micro-batches. Outputs need not stay: backward
-        # needs their node alone.
-        buffers = MICRO_BATCHES * STREAM if stage > 0 else 0  # for activations to arrive
+        # needs their node alone. Since torch 2.15, a buffer exists while its micro-batch needs it.
+        is_kept = stage > 0 and torch.__version__ < "2.15"
+        buffers = MICRO_BATCHES * STREAM if is_kept else 0  # for activations to arrive
         assert theirs["at peak"]["parameters"] == weights + buffers
         assert theirs["peak"] > found[name]["peak"]
 
