@@ -38,8 +38,8 @@ page.
   measured ones (0.2.1, 0.4.2 and 0.6.1). Which torch was used is not recorded.
 - **own**: steps of `benchmarks/evidence_steps/own.py`, recorded on an NVIDIA H200 with
   torch 2.11 and cuDNN 9.19 on 2026-11-28. torch's own counters. The compiled ones are predicted
-  with torch 2.11, because Inductor's code differs from version to version: torch 2.13 would
-  allocate 6.5% less in the checkpointed step.
+  with the same torch and cuDNN, because Inductor's code differs from version to version: torch
+  2.13 allocates 6.5% less in the checkpointed step.
 
 NVML's figure is relative to its first sample. In the CNN trainings, the first sample fell somewhere
 into the start of the training. That time was not recorded, so what torch had reserved once the

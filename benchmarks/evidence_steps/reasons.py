@@ -11,7 +11,7 @@ REASONS = {
     "CNN": "cuDNN's workspaces decide how freed blocks are used again",
     "own convolutions": "cuDNN chooses the workspaces; a rule predicts them",
     "own recurrent": "cuDNN's workspaces for recurrent layers are undocumented",
-    "own compiled": "the order of some frees differs",
+    "own compiled": "the order of some frees differs; cuDNN lists fewer plans without a driver",
     "compiled": "printed with one decimal, all but the first in GiB; reserved: not published",
     "own transformers": "the order of some frees differs",
     "Liger kernel": "another version of Liger-Kernel, or of torch, which was not recorded",
