@@ -35,7 +35,7 @@ class Measurement:
     """A measured step or run; sizes are in bytes."""
 
     name: str
-    source: str  # "T4", "xMem", "H100", "Liger" or a GPU's name
+    source: str  # "T4", "xMem", "H100", "torchao", "Liger" or a GPU's name
     kind: str  # what errors are summarized by, such as "LoRA"
     model: str
     reserved_bytes: float | None  # reserved by torch, or used on the device (xMem)
@@ -47,8 +47,8 @@ class Measurement:
 
 
 def measurements() -> list[Measurement]:
-    runs = *lora_steps(), *xmem_runs(), *compiled_runs(), *liger_kernels(), *own_steps()
-    return list(runs)
+    of_others = *lora_steps(), *xmem_runs(), *compiled_runs(), *vision_runs(), *liger_kernels()
+    return [*of_others, *own_steps()]
 
 
 def _read(name: str) -> Any:
@@ -104,6 +104,26 @@ def compiled_runs() -> Iterator[Measurement]:
             "GPT",
             None,
             run["allocated_mib"] * MIB,
+            facts=run,
+        )
+
+
+def vision_runs() -> Iterator[Measurement]:
+    """Yield torchao's trainings of vision transformers."""
+    for run in _read("torchao.json")["runs"]:
+        switches = ("checkpointed", "autocast", "compiled")
+        choices = [run["optimizer"], *(name for name in switches if run[name])]
+        if run["offloaded"]:
+            choices.append(f"{run['offloaded']} offloaded")
+        model = "ViT-H" if "huge" in run["model"] else "ViT-g"
+        yield Measurement(
+            f"{model}, {', '.join(choices)}, RTX 4070 Ti SUPER",
+            "torchao",
+            "vision transformer",
+            model,
+            None,
+            run["peak_gb"] * 1e9,
+            packages="torchvision timm",
             facts=run,
         )
 

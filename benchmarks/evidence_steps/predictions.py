@@ -118,8 +118,8 @@ def _prepare() -> None:
 def predicted(measurement: Measurement) -> EvidenceRow:
     """Predict a measured step with the packages of this process."""
     start = time.process_time()
-    how = {"T4": _lora, "xMem": _xmem, "H100": _compiled, "Liger": _liger}
-    how = how.get(measurement.source, _own)
+    builders = {"T4": _lora, "xMem": _xmem, "H100": _compiled, "torchao": _vision, "Liger": _liger}
+    how = builders.get(measurement.source, _own)
     with patch("memlab.prediction.accuracy.confirmed_kernels", frozenset):
         trace = how(measurement)
     memory, reserved = trace.memory, trace.memory.reserved_peak_bytes or 0
@@ -152,6 +152,12 @@ def _compiled(measurement: Measurement) -> Trace:
 
     build = partial(compiled_gpt.build, measurement.facts)
     return memlab.predict(build, device="cuda:h100", kernels=Kernels(attention="flash"))
+
+
+def _vision(measurement: Measurement) -> Trace:
+    from . import vit
+
+    return memlab.predict(partial(vit.build, measurement.facts), device="cuda:rtx4070tisuper")
 
 
 def _liger(measurement: Measurement) -> Trace:

@@ -14,6 +14,7 @@ REASONS = {
     "own compiled": "the order of some frees differs; cuDNN lists fewer plans without a driver",
     "compiled": "printed with one decimal, all but the first in GiB; reserved: not published",
     "own transformers": "the order of some frees differs",
+    "vision transformer": "printed with two decimals; which versions ran is not recorded for ViT-g",
     "Liger kernel": "another version of Liger-Kernel, or of torch, which was not recorded",
     "torch operator": "another version of torch, which was not recorded",
 }
