@@ -20,6 +20,7 @@ from common import parser_with_results, progress, set_environment
 from evidence_steps import page
 from evidence_steps.measurements import measurements
 from evidence_steps.predictions import missing_packages, predictions
+from evidence_steps.verdicts import batches, verdicts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,9 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in predictions(chosen):
             rows.append(row)
             bar.advance(task)
-    print(page.markdown(rows))
+        judged = [] if options.only else list(verdicts(batches()))
+    print(page.markdown(rows, judged))
     if not options.only:
-        page.write(rows, options.results)
+        page.write(rows, judged, options.results)
     return 0
 
 

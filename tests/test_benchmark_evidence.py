@@ -13,6 +13,7 @@ measurements = script("evidence_steps.measurements")
 predictions = script("evidence_steps.predictions")
 page = script("evidence_steps.page")
 reasons = script("evidence_steps.reasons")
+verdicts = script("evidence_steps.verdicts")
 
 EXACT = (
     slow("SmolLM2-135M, sdpa, nf4, 1 × 4096"),
@@ -262,3 +263,31 @@ def test_missing_packages_are_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(predictions, "PACKAGES", tmp_path)
     assert evidence.main(["--only", "T5-small"]) == 2
     assert "make evidence" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ verdicts
+
+
+@pytest.mark.slow
+def test_the_largest_batch_that_ran_is_not_refused_and_the_next_one_is():
+    if not (predictions.PACKAGES / "timm-0.6.13").exists():
+        pytest.skip("run make evidence first")
+    chosen = [each for each in verdicts.batches() if each[0] == "vit_base_patch16_224"]
+    found = [(each.ran, each.verdict) for each in verdicts.verdicts(chosen)]
+    assert found == [(True, "fits"), (False, "does not fit")]
+
+
+def test_a_verdict_is_wrong_only_if_it_is_certain():
+    wrong = {
+        (ran, verdict): verdicts.Judged("a model", 8, ran, 1, 2, verdict).is_wrong
+        for ran in (True, False)
+        for verdict in ("fits", "may fit", "does not fit")
+    }
+    assert [case for case, is_wrong in wrong.items() if is_wrong] == [
+        (True, "does not fit"),
+        (False, "fits"),
+    ]
+    judged = [verdicts.Judged("a model", 8, ran, 2**30, 2**31, "fits") for ran in (True, False)]
+    _, said, table = page.verdict_parts(judged)
+    assert "Of 2 verdicts 1 are wrong; 0 say" in said
+    assert "| a model | 8 | ran out | 1.00 GiB | 2.00 GiB | fits |" in table

@@ -14,6 +14,7 @@ from memlab import plot
 from .measurements import MIB, PEERS
 from .predictions import EvidenceRow
 from .reasons import reason
+from .verdicts import MAY_FIT, Judged
 
 PAGE, PICTURE = ROOT / "docs" / "EVIDENCE.md", ROOT / "images" / "evidence.png"
 ERRORS = ROOT / "memlab" / "configs" / "evidence.json"
@@ -66,7 +67,14 @@ rows. A dash means that the figure was not measured, or that the estimator does 
 model."""
 
 
-def markdown(rows: Sequence[EvidenceRow]) -> str:
+VERDICTS = """\
+The benchmark of [timm](https://github.com/huggingface/pytorch-image-models) (Apache 2.0) trained
+each model on an RTX 3090 with the largest of its batches that did not run out of memory (torch
+1.12, float16 autocast, cudnn.benchmark). These are its figures and the next larger batch's, which
+ran out. Of {count} verdicts {wrong} are wrong; {open} say that it may fit."""
+
+
+def markdown(rows: Sequence[EvidenceRow], judged: Sequence[Judged] = ()) -> str:
     """Return the page."""
     shown = [row for row in rows if row.measurement.source != "Liger" or row.error]
     parts = [
@@ -77,6 +85,7 @@ def markdown(rows: Sequence[EvidenceRow]) -> str:
         by_model_table(rows),
         "## By kind of step",
         summary_table(rows),
+        *(verdict_parts(judged) if judged else ()),
         "## Rows",
         f"The {len(rows) - len(shown)} rows of Liger that are exact are left out.",
         table(
@@ -87,9 +96,26 @@ def markdown(rows: Sequence[EvidenceRow]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write(rows: Sequence[EvidenceRow], results: Path) -> None:
+def verdict_parts(judged: Sequence[Judged]) -> list[str]:
+    """Return the section of models that fit or do not."""
+    wrong = sum(each.is_wrong for each in judged)
+    unsure = sum(each.verdict == MAY_FIT for each in judged)
+    header = ("model", "batch", "measured", "allocated", "reserved", "verdict")
+    lines = [
+        (
+            *(each.model, str(each.batch), "ran" if each.ran else "ran out"),
+            *(f"{size / 2**30:.2f} GiB" for size in (each.allocated_bytes, each.reserved_bytes)),
+            each.verdict,
+        )
+        for each in judged
+    ]
+    said = VERDICTS.format(count=len(judged), wrong=wrong, open=unsure)
+    return ["## Verdicts", said, table(header, lines)]
+
+
+def write(rows: Sequence[EvidenceRow], judged: Sequence[Judged], results: Path) -> None:
     """Write the page, the picture, the errors for `memlab.predict`, and the results."""
-    PAGE.write_text(markdown(rows), encoding="utf-8")
+    PAGE.write_text(markdown(rows, judged), encoding="utf-8")
     plot.save(picture(rows), PICTURE)
     errors = {
         "date": circumstances()["date"],
