@@ -1,8 +1,8 @@
 """Does it fit? timm's models on an RTX 3090, with the largest batch that trained and the next one.
 
 benchmarks/evidence/timm.json has the batches. A verdict is "fits" if the most that the step may
-reserve is within the card, "does not fit" if the allocator cannot serve the step there even when
-it releases what is free, else "may fit".
+reserve is within the card after the largest CUDA context, "does not fit" if the allocator cannot
+serve the step after the smallest one even when it releases what is free, else "may fit".
 """
 
 import json
@@ -58,12 +58,12 @@ def verdicts(chosen: Sequence[tuple[str, int, int, bool]]) -> Iterator[Judged]:
 def judged(tried: tuple[str, int, int, bool]) -> Judged:
     model, pixels, batch, ran = tried
     trace = memlab.predict(lambda: build(model, pixels, batch), device=f"cuda:{CARD}")
-    memory, budget = trace.memory, GPUS[CARD].total_bytes - CONTEXT_BYTES
-    reserved = memory.reserved_peak_bytes or 0
-    if (memory.reserved_most_bytes or reserved) <= budget:
+    memory, reserved = trace.memory, trace.memory.reserved_peak_bytes or 0
+    most_left, least_left = (GPUS[CARD].total_bytes - context for context in CONTEXT_BYTES)
+    if (memory.reserved_most_bytes or reserved) <= least_left:
         verdict = FITS
     else:
-        verdict = MAY_FIT if needed_bytes(trace, budget) <= budget else DOES_NOT_FIT
+        verdict = MAY_FIT if needed_bytes(trace, most_left) <= most_left else DOES_NOT_FIT
     return Judged(model, batch, ran, memory.allocated_peak_bytes or 0, reserved, verdict)
 
 
