@@ -47,7 +47,7 @@ stamp := .venv/.installed-$(label)
 site_stamp := .venv/.site-$(label)
 evidence_stamp := .venv/.evidence-$(label)
 old_torch_stamp := .venv/.evidence-torch-$(label)
-old_torch := benchmarks/evidence/packages/torch.txt# half a gigabyte to download: tests do without
+old_torch := benchmarks/evidence/packages/torch.txt# large: tests do without
 evidence_packages := $(filter-out $(old_torch),$(wildcard benchmarks/evidence/packages/*.txt))
 
 .DEFAULT_GOAL := help
@@ -165,10 +165,14 @@ $(site_stamp): $(stamp)
 # Steps that others measured are predicted with the package versions that were measured. Each list
 # has a folder of its own, so that nothing else imports from it.
 $(evidence_stamp): $(torch_stamp) $(evidence_packages)
-$(old_torch_stamp): $(torch_stamp) $(old_torch)
-$(evidence_stamp) $(old_torch_stamp):
-	@for list in $(filter %.txt,$^); do \
+	@for list in $(evidence_packages); do \
 	  $(VENV_PYTHON) -m pip install -qq --no-deps --upgrade -r $$list \
 	    --target .venv/evidence/$$(basename $$list .txt) || exit 1; \
 	done
+	@touch $@
+
+# pip's own index has the build for CUDA, which needs its libraries: gigabytes.
+$(old_torch_stamp): $(torch_stamp) $(old_torch)
+	@$(VENV_PYTHON) -m pip install -qq --upgrade -r $(old_torch) --target .venv/evidence/torch \
+	  $(if $(TORCH_INDEX),--no-deps --index-url '$(TORCH_INDEX)')
 	@touch $@
