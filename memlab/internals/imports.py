@@ -4,7 +4,6 @@ first, and import the script's own modules as a new process would.
 A script's own file may have a library's name, such as `datasets.py`. It stays as it is.
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -86,7 +85,7 @@ def of_a_new_process(folder: Path) -> Iterator[None]:
     script's modules are forgotten: they may hold tensors, which another run must not find.
     """
     names = {name.partition(".")[0] for name in sys.modules} - _KEPT
-    beside = {entry.removesuffix(".py") for entry in os.listdir(folder)}
+    beside = {entry.stem for entry in folder.glob("*")}
     own = {name for name in names & beside if _is_in(folder, name)}
     hidden = {name: sys.modules.pop(name) for name in _modules_of(own)}
     before = set(sys.modules)
