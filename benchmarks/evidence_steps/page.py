@@ -35,8 +35,9 @@ page.
   predicted 1 MiB lower.
 - **torchao**: vision transformers with low-bit and offloaded optimizers on an RTX 4070 Ti SUPER,
   torch 2.4 or newer ([torchao](https://github.com/pytorch/ao), BSD 3-Clause). torch's counter of
-  allocated memory, in GB with two decimals. One row of its table ran out of memory (ViT-g, eager,
-  autocast, nothing offloaded: predicted 19.00 GB on a card of 16).
+  allocated memory, in GB with two decimals. ViT-g's pictures of 224 pixels are inferred. One row of
+  its table ran out of memory (ViT-g, eager, autocast, nothing offloaded: predicted 19.00 GB on a
+  card of 16).
 - **Liger**: single operators on an A100, H100 and B200, 2024 to 2026, with torch's code or with
   Liger's ([Liger-Kernel](https://github.com/linkedin/Liger-Kernel), BSD 2-Clause). torch's counter
   of allocated memory. Liger's own Python code allocates, so it is run, in three versions near the

@@ -14,7 +14,9 @@ REASONS = {
     "own compiled": "the order of some frees differs; cuDNN lists fewer plans without a driver",
     "compiled": "printed with one decimal, all but the first in GiB; reserved: not published",
     "own transformers": "the order of some frees differs",
-    "vision transformer": "printed with two decimals; which versions ran is not recorded for ViT-g",
+    "vision transformer": (
+        "printed with two decimals; ViT-g's versions and picture size are not recorded"
+    ),
     "Liger kernel": "another version of Liger-Kernel, or of torch, which was not recorded",
     "torch operator": "another version of torch, which was not recorded",
 }
