@@ -17,10 +17,9 @@ import sys
 from collections.abc import Sequence
 
 from common import parser_with_results, progress, set_environment
-from evidence_steps import page
+from evidence_steps import page, verdicts
 from evidence_steps.measurements import measurements
 from evidence_steps.predictions import missing_packages, predictions
-from evidence_steps.verdicts import batches, verdicts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,16 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [m for m in measurements() if options.only in m.name]
     if not chosen:
         return _refuse(f"no row has {options.only!r} in its name")
-    if missing := missing_packages(chosen):
+    tried = [] if options.only else verdicts.batches()
+    packages = {m.packages for m in chosen} | ({verdicts.PACKAGES} if tried else set())
+    if missing := missing_packages(packages):
         return _refuse(f"these rows need other versions of {', '.join(missing)}; run make evidence")
     set_environment()
-    rows = []
     with progress() as bar:
-        task = bar.add_task("predicting", total=len(chosen))
-        for row in predictions(chosen):
-            rows.append(row)
-            bar.advance(task)
-        judged = [] if options.only else list(verdicts(batches()))
+        rows = list(bar.track(predictions(chosen), len(chosen), description="predicting"))
+        judged = list(bar.track(verdicts.verdicts(tried), len(tried), description="judging"))
     print(page.markdown(rows, judged))
     if not options.only:
         page.write(rows, judged, options.results)

@@ -83,7 +83,7 @@ def predicted():
         @cache
         def predict(name):
             measurement = by_name[name]
-            if predictions.missing_packages([measurement]):
+            if predictions.missing_packages([measurement.packages]):
                 pytest.skip("run make evidence first")
             return process(measurement.packages).submit(predictions.predicted, measurement).result()
 
@@ -126,7 +126,7 @@ def test_a_compiled_step_is_predicted_as_the_measured_torch_compiles_it(
 
 @pytest.mark.slow
 def test_processes_import_the_measured_torch():
-    if not (predictions.PACKAGES / "torch").exists():
+    if predictions.missing_packages(["torch"]):
         pytest.skip("run make evidence first")
     with predictions.importing("torch", 1) as processes:
         assert processes.submit(eval, "__import__('torch').__version__").result()[:4] == "2.11"
@@ -221,6 +221,8 @@ def test_the_library_gets_the_errors_of_rows_whose_inputs_are_known():
 def test_a_kernel_is_confirmed_by_a_row_within_a_percent():
     assert page.confirmed_kernels([a_row("LoRA", 102)]) == []
     assert page.confirmed_kernels([a_row("LoRA", 100)]) == ["a kernel"]
+    assert page.confirmed_kernels([a_row("Liger kernel", 1, measured=None, allocated=80)]) == []
+    assert page.confirmed_kernels([a_row("Liger kernel", 1, measured=None, allocated=100)])
 
 
 # ------------------------------------------------------------------ rows and errors
@@ -270,7 +272,7 @@ def test_missing_packages_are_one_line(capsys, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_the_largest_batch_that_ran_is_not_refused_and_the_next_one_is():
-    if not (predictions.PACKAGES / "timm-0.6.13").exists():
+    if predictions.missing_packages([verdicts.PACKAGES]):
         pytest.skip("run make evidence first")
     chosen = [each for each in verdicts.batches() if each[0] == "vit_base_patch16_224"]
     found = [(each.ran, each.verdict) for each in verdicts.verdicts(chosen)]

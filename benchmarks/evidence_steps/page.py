@@ -264,7 +264,7 @@ def library_errors(rows: Sequence[EvidenceRow]) -> dict[str, dict[str, Any]]:
 
 def confirmed_kernels(rows: Sequence[EvidenceRow]) -> list[str]:
     """Return the kernels used in a row that was predicted within 1 %."""
-    close = [row for row in rows if abs(row.reserved_error or 0) <= 0.01]
+    close = [row for row in rows if abs(row.error) <= 0.01]
     return sorted({kernel for row in close for kernel in row.kernels})
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -69,9 +69,9 @@ class EvidenceRow:
         return (self.allocated_error or 0.0) if reserved is None else reserved
 
 
-def missing_packages(measurements: Sequence[Measurement]) -> list[str]:
+def missing_packages(wanted: Iterable[str]) -> list[str]:
     """Return the folders of packages that `make evidence` has not installed yet."""
-    names = {name for m in measurements for name in m.packages.split()}
+    names = {name for packages in wanted for name in packages.split()}
     return sorted(name for name in names if not (PACKAGES / name).exists())
 
 

@@ -24,14 +24,14 @@ REASONS = {
 
 def reason(row: EvidenceRow) -> str:
     """Return why the prediction differs, or "exact"."""
-    of, error = row.measurement, row.reserved_error or 0
+    of = row.measurement
     if row.allocated_is_exact and of.reserved_bytes in (None, row.reserved_bytes):
         return "exact"
     if row.reserved_error is None:
         return REASONS[of.kind]
-    if of.unrecorded and abs(error) > _TOLERANCE:
+    if of.unrecorded and abs(row.reserved_error) > _TOLERANCE:
         return f"not recorded: {of.unrecorded}"
-    if of.kind == "CNN" and error < -0.02:
+    if of.kind == "CNN" and row.reserved_error < -0.02:
         return _too_low(row)
     return REASONS.get(of.kind, "")
 

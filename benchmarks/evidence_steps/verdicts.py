@@ -17,10 +17,11 @@ from memlab.allocator.capacity import needed_bytes
 from memlab.configs.gpus import CONTEXT_BYTES, GPUS
 
 from .measurements import EVIDENCE
-from .predictions import importing
+from .predictions import WORKERS, importing
 from .xmem import torchvision
 
 CARD = "rtx3090"
+PACKAGES = "torchvision timm-0.6.13"
 FITS, MAY_FIT, DOES_NOT_FIT = "fits", "may fit", "does not fit"
 
 
@@ -51,7 +52,7 @@ def batches() -> list[tuple[str, int, int, bool]]:
 
 def verdicts(chosen: Sequence[tuple[str, int, int, bool]]) -> Iterator[Judged]:
     """Judge each batch, in processes that import timm as it was."""
-    with importing("torchvision timm-0.6.13", 2) as processes:
+    with importing(PACKAGES, WORKERS) as processes:
         yield from processes.map(judged, chosen)
 
 
